@@ -1,0 +1,192 @@
+"""The seam above the store: one handle that can be blocked on, awaited, called back or polled.
+
+`Completion` is resolved once per batch, never per key. `CompletionQueue` gives engines that poll an
+eventfd. There is no second, asynchronous twin of anything: `await store.submit_get(...)` is the async form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Generic, TypeVar
+
+from .errors import ClosedError
+
+__all__ = ["CancelledError", "Completion", "CompletionQueue"]
+
+T = TypeVar("T")
+
+
+class Completion(Generic[T]):
+    """The future result of one batch.
+
+    `done` becomes true at the batch's deadline at the latest. `settled` becomes true when, beyond that, no
+    late I/O can touch the caller's memory any more. The two differ only after a deadline or a cancel: memory
+    that belongs to a `BufferPool` is kept out of circulation until then by itself; memory of the caller's own
+    (a plain memoryview) must not be reused before `settled()`.
+    """
+
+    __slots__ = ("_cancel_hook", "_future", "_settled")
+
+    def __init__(self) -> None:
+        self._future: Future[T] = Future()
+        self._settled: threading.Event | None = None  # None: settled together with done
+        self._cancel_hook: Callable[[], None] | None = None
+
+    def done(self) -> bool:
+        """True once there is a result, an error or a cancellation."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until done and return the result.
+
+        Args:
+            timeout: seconds; None waits until the batch's own deadline resolves it.
+
+        Raises:
+            TimeoutError: not done within `timeout`; the batch goes on.
+            CancelledError: it was cancelled.
+            KVStoreError: the whole batch was impossible (for instance `ClosedError`).
+        """
+        return self._future.result(timeout)
+
+    def add_done_callback(self, fn: Callable[[Completion[T]], None]) -> None:
+        """Call `fn(self)` once done, in the resolving thread, or now if already done. `fn` must not block."""
+        self._future.add_done_callback(lambda _: fn(self))
+
+    def cancel(self) -> bool:
+        """Give up on the result. True if this call cancelled it, False if it was done before.
+
+        I/O already under way runs to its end (see `settled`); I/O not yet begun is dropped unless another
+        caller waits for the same record.
+        """
+        if not self._future.cancel():
+            return False
+        self._future.set_running_or_notify_cancel()
+        hook, self._cancel_hook = self._cancel_hook, None
+        if hook is not None:
+            hook()
+        return True
+
+    def cancelled(self) -> bool:
+        """True if `cancel` succeeded."""
+        return self._future.cancelled()
+
+    def settled(self, timeout: float | None = 0) -> bool:
+        """True if no I/O of this batch can touch the caller's memory any more.
+
+        Args:
+            timeout: seconds to wait for that; 0 only looks, None waits without limit.
+        """
+        if self._settled is not None:
+            return self._settled.wait(timeout)
+        if timeout == 0 or self._future.done():
+            return self._future.done()
+        try:
+            self._future.exception(timeout)
+        except CancelledError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+    def __await__(self) -> Generator[None, None, T]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    # For the side that produces the result.
+
+    def set_result(self, value: T) -> bool:
+        """Resolve with `value`. False, without effect, if it was already done or cancelled."""
+        try:
+            self._future.set_result(value)
+        except InvalidStateError:
+            return False
+        return True
+
+    def set_exception(self, error: BaseException) -> bool:
+        """Resolve with `error`. False, without effect, if it was already done or cancelled."""
+        try:
+            self._future.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
+
+    def on_cancel(self, hook: Callable[[], None]) -> None:
+        """Have `hook` called when the caller cancels."""
+        self._cancel_hook = hook
+
+    def expect_late_io(self) -> threading.Event:
+        """Promise to set the returned event when the I/O has really ended; until then `settled` is False."""
+        if self._settled is None:
+            self._settled = threading.Event()
+        return self._settled
+
+    @classmethod
+    def of(cls, value: T) -> Completion[T]:
+        """A completion that is already done."""
+        done: Completion[T] = cls()
+        done.set_result(value)
+        return done
+
+
+class CompletionQueue:
+    """Completions that are done, behind a file descriptor for `select`, `poll` or `epoll`.
+
+    `add` a completion after submitting; when it is done the descriptor becomes readable; `drain` returns
+    all that are done and makes it unreadable again. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._done: deque[Completion[object]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def add(self, completion: Completion[T]) -> Completion[T]:
+        """Have `completion` delivered through this queue; returns it for chaining."""
+        if self._closed:
+            raise ClosedError("the completion queue is closed")
+        completion.add_done_callback(self._deliver)
+        return completion
+
+    def _deliver(self, completion: Completion[T]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._done.append(completion)  # type: ignore[arg-type]
+            os.eventfd_write(self._fd, 1)
+
+    def fileno(self) -> int:
+        """The eventfd. Readable while `drain` would return something."""
+        return self._fd
+
+    def drain(self) -> list[Completion[object]]:
+        """All completions done since the last call, in the order they became done."""
+        with self._lock:
+            if self._closed:
+                return []
+            try:
+                os.eventfd_read(self._fd)
+            except BlockingIOError:
+                return []
+            done = list(self._done)
+            self._done.clear()
+            return done
+
+    def close(self) -> None:
+        """Close the descriptor; later completions are dropped silently. May be called twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._done.clear()
+                os.close(self._fd)
+
+    def __enter__(self) -> CompletionQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,205 @@
+"""Typed options: one definition each, next to the code that uses it; the manual is printed from them.
+
+A value may come as text (URL, environment) or as a typed value (YAML, keyword). Sizes and durations carry
+units. Anything unknown or ill-typed is a `ConfigError` that names the option and the choices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from .errors import ConfigError
+
+__all__ = ["Option", "format_manual", "parse_duration", "parse_options", "parse_size"]
+
+_SIZE_UNITS = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+_DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", re.ASCII)
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def parse_size(value: object, *, name: str = "size") -> int:
+    """Bytes from `"16MiB"`, `"1.5 GB"`, `4096` or `"4096"`. KB, MB, GB are decimal, KiB, MiB, GiB binary.
+
+    Raises:
+        ConfigError: negative, not a size, or an unknown unit; names `name`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
+        factor = _SIZE_UNITS.get(match[2].lower())
+        if factor is None:
+            raise ConfigError(
+                f"option {name!r}: unknown unit {match[2]!r} in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+            )
+        number = float(match[1])
+        if math.isfinite(number * factor):
+            return int(match[1]) * factor if match[1].isdigit() else round(number * factor)
+    raise ConfigError(f"option {name!r}: {value!r} is not a size; write for instance 4096, 64KiB or 1.5GiB")
+
+
+def parse_duration(value: object, *, name: str = "duration") -> float:
+    """Seconds from `"200ms"`, `"5s"`, `"2 min"`, or a number (already seconds).
+
+    Raises:
+        ConfigError: negative, not a duration, or an unknown unit; names `name`.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
+        factor = _DURATION_UNITS.get(match[2].lower() or "s")
+        if factor is None:
+            raise ConfigError(f"option {name!r}: unknown unit {match[2]!r} in {value!r}; use us, ms, s, min, h or d")
+        if math.isfinite(seconds := float(match[1]) * factor):
+            return seconds
+    raise ConfigError(f"option {name!r}: {value!r} is not a duration; write for instance 200ms, 5s or 2min")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The definition of one option.
+
+    Attributes:
+        kind: "int", "float", "bool", "str", "size" (bytes), "duration" (seconds) or "choice".
+        default: typed value, or None for "not set".
+        doc: one sentence.
+        choices: allowed values of a "choice".
+        minimum, maximum: inclusive bounds of numbers (bytes, seconds).
+        secret: never taken from a URL and never shown; comes from a file, the environment or a keyword.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    secret: bool = False
+
+    def parse(self, value: object) -> Any:
+        """The typed value of `value`.
+
+        Raises:
+            ConfigError: names the option, the value (unless secret) and what is allowed.
+        """
+        if value is None:
+            return None if self.default is None else self.default
+        parsed = getattr(self, f"_parse_{self.kind}")(value)
+        for bound, wrong, word in ((self.minimum, "below", "at least"), (self.maximum, "above", "at most")):
+            if bound is not None and (parsed < bound if wrong == "below" else parsed > bound):
+                raise ConfigError(f"option {self.name!r}: {value!r} is out of range; it must be {word} {bound:g}")
+        return parsed
+
+    def _bad(self, value: object, wanted: str) -> ConfigError:
+        shown = "the value" if self.secret else repr(value)
+        return ConfigError(f"option {self.name!r}: {shown} is not {wanted}")
+
+    def _parse_int(self, value: object) -> int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", value, re.ASCII):
+            return int(value)
+        raise self._bad(value, "an integer")
+
+    def _parse_float(self, value: object) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+        else:
+            try:
+                number = float(value) if isinstance(value, str) else math.nan
+            except ValueError:
+                number = math.nan
+        if not math.isfinite(number):
+            raise self._bad(value, "a finite number")
+        return number
+
+    def _parse_bool(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return value
+        text = str(value).strip().lower() if isinstance(value, str | int) else ""
+        if text in _TRUE:
+            return True
+        if text in _FALSE:
+            return False
+        raise self._bad(value, "true or false")
+
+    def _parse_str(self, value: object) -> str:
+        if isinstance(value, str):
+            return value
+        raise self._bad(value, "text")
+
+    def _parse_size(self, value: object) -> int:
+        return parse_size(value, name=self.name)
+
+    def _parse_duration(self, value: object) -> float:
+        return parse_duration(value, name=self.name)
+
+    def _parse_choice(self, value: object) -> str:
+        if value is True or value is False:  # YAML reads a bare `on` or `off` as a bool
+            value = next((c for c in self.choices if c in (_TRUE if value else _FALSE)), value)
+        if isinstance(value, str) and value in self.choices:
+            return value
+        raise self._bad(value, f"one of {', '.join(self.choices)}")
+
+
+def parse_options(options: Sequence[Option], given: Mapping[str, object], *, where: str) -> dict[str, Any]:
+    """All options with their values, defaults filled in.
+
+    Args:
+        where: what the options belong to, for messages ("file://", "the store").
+
+    Raises:
+        ConfigError: an unknown name (with the nearest known ones), or a bad value.
+    """
+    known = {option.name: option for option in options}
+    for name in given:
+        if name not in known:
+            raise ConfigError(unknown_option(name, known, where=where))
+    values = {}
+    for name, option in known.items():
+        value = option.parse(given[name]) if name in given else option.default
+        values[name] = value
+    return values
+
+
+def unknown_option(name: str, known: Iterable[str], *, where: str) -> str:
+    """The sentence for an unknown option name."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown option {name!r} for {where}; {hint}known options: {', '.join(known) or 'none'}"
+
+
+def format_manual(options: Sequence[Option]) -> str:
+    """The options as a Markdown table: name, type, default, meaning."""
+    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for option in options:
+        kind = " \\| ".join(option.choices) if option.kind == "choice" else option.kind
+        default = "—" if option.default is None or option.secret else _show(option)
+        lines.append(f"| `{option.name}` | {kind} | {default} | {option.doc}{' (secret)' if option.secret else ''} |")
+    return "\n".join(lines)
+
+
+def _show(option: Option) -> str:
+    value = option.default
+    if option.kind == "size":
+        for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if value and value % factor == 0:
+                return f"{value // factor} {unit}"
+        return f"{value} B"
+    if option.kind == "duration":
+        return f"{value * 1000:g} ms" if 0 < value < 1 else f"{value:g} s"
+    if option.kind == "bool":
+        return "true" if value else "false"
+    return f"{value}" if value != "" else '""'
