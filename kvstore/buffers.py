@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from .errors import ClosedError, ConfigError, PoolExhausted
 
-__all__ = ["CANARY", "Buffer", "BufferPool", "PoolStats", "Slab"]
+__all__ = ["CANARY", "Buffer", "BufferPool", "PoolStats", "Slab", "copy_bytes"]
 
 CANARY = 0xA5
 """What free memory is filled with in canary mode (`KVSTORE_POOL_CANARY=1`): no caller may ever see it as data."""
@@ -60,12 +60,17 @@ class Slab:
     def __init__(self, nbytes: int, *, shared: bool = False, page_lock: bool = False) -> None:
         self.nbytes = nbytes
         self.fd: int | None = None
-        if shared:
-            self.fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, nbytes)
-            self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
-        else:
-            self._map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            if shared:
+                self.fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
+                os.ftruncate(self.fd, nbytes)
+                self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
+            else:
+                self._map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            if self.fd is not None:
+                os.close(self.fd)
+            raise ConfigError(f"a buffer pool cannot map a slab of {nbytes} bytes: {error}", cause=error) from error
         if _MADV_HUGEPAGE is not None:
             try:
                 self._map.madvise(_MADV_HUGEPAGE)
@@ -79,8 +84,8 @@ class Slab:
         if self.page_locked:
             _cuda_host_unregister(self.view)
             self.page_locked = False
-        self.view.release()
         try:
+            self.view.release()
             self._map.close()
         except BufferError:
             pass
@@ -140,7 +145,10 @@ class Buffer:
 
     @property
     def view(self) -> memoryview:
-        """The memory, flat bytes, exactly as long as asked for. Raises `ClosedError` once every owner released it."""
+        """The memory, flat bytes, exactly as long as asked for. Raises `ClosedError` once every owner released it.
+
+        A view taken before is released (`ValueError` on use) when the memory goes back to the pool.
+        """
         if self._refs <= 0:
             raise ClosedError("this buffer was released")
         return self._view
@@ -158,6 +166,11 @@ class Buffer:
     def offset(self) -> int:
         """Where it begins in its slab, in bytes."""
         return self._start
+
+    @property
+    def exclusive(self) -> bool:
+        """True if there is one owner and no I/O under way: its release frees the memory at once."""
+        return self._refs == 1 and self._pins == 0
 
     def __len__(self) -> int:
         return self._nbytes
@@ -205,6 +218,11 @@ class Buffer:
                 return
             if pin:
                 pool._quarantined -= 1
+            # Nobody may use this very view any more; slices and arrays made from it are the caller's own risk.
+            try:
+                self._view.release()
+            except BufferError:  # an array made from it is still alive
+                pass
             if self._parent is None:
                 pool._give_back(self)
                 return
@@ -334,6 +352,8 @@ class BufferPool:
         Raises:
             PoolExhausted: nothing became free in time, or `nbytes` is more than the pool could ever give.
             ClosedError: the pool is closed.
+            ConfigError: `nbytes` is negative.
+            RuntimeError: in canary mode, somebody wrote into the memory while it was free.
         """
         return self.acquire_many([nbytes], timeout)[0]
 
@@ -343,38 +363,58 @@ class BufferPool:
 
         Raises: as `acquire`.
         """
+        if min(sizes, default=0) < 0:
+            raise ConfigError(f"a buffer cannot have {min(sizes)} bytes")
         spans = [self._round(n) for n in sizes]
-        if any(n < 0 for n in sizes) or max(spans, default=0) > self._largest or sum(spans) > self._total:
+        if not self._can_ever_hold(spans):
             raise PoolExhausted(
                 f"{sum(sizes)} bytes asked for, but the pool has {self._total} in slabs of {self._largest}"
             )
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None or timeout > threading.TIMEOUT_MAX else time.monotonic() + timeout
         turn: threading.Event | None = None
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise ClosedError("the buffer pool is closed")
-                first = not self._waiters or self._waiters[0] is turn
-                if first and (got := self._take(sizes, spans)) is not None:
-                    if turn is not None:
-                        self._waiters.popleft()
-                        self._wake_first()
-                    break
-                if turn is None:
-                    turn = threading.Event()
-                    self._waiters.append(turn)
-                else:
-                    turn.clear()
-            left = None if end is None else end - time.monotonic()
-            if (left is not None and left <= 0) or not turn.wait(left):
+        got: list[Buffer] | None = None
+        try:
+            while True:
+                with self._lock:
+                    if self._closed:
+                        raise ClosedError("the buffer pool is closed")
+                    before = len(self._waiters) if turn is None else self._waiters.index(turn)
+                    if before == 0 and (got := self._take(sizes, spans)) is not None:
+                        break
+                    if turn is None:
+                        turn = threading.Event()
+                        self._waiters.append(turn)
+                    else:
+                        turn.clear()
+                    in_use = self._in_use
+                left = None if end is None else end - time.monotonic()
+                if (left is not None and left <= 0) or not turn.wait(left):
+                    raise PoolExhausted(
+                        f"no {sum(sizes)} bytes became free in time: {in_use} of {self._total} are in use"
+                        + (f" and {before} other requests wait before this one" if before else "")
+                    )
+        finally:  # also after an interrupt: a turn that nobody takes would block all others
+            if turn is not None:
                 with self._lock:
                     self._waiters.remove(turn)
                     self._wake_first()
-                    in_use = self._in_use
-                raise PoolExhausted(f"no {sum(sizes)} bytes became free in time: {in_use} of {self._total} are in use")
         if self._canary:
             self._check_canary(got)
         return got
+
+    def _can_ever_hold(self, spans: Sequence[int]) -> bool:
+        """True if the empty pool could serve the request; as `_take` would do it."""
+        if sum(spans) > self._total:
+            return False
+        if len(self.slabs) == 1 or len(spans) == 1:
+            return max(spans, default=0) <= self._largest
+        room = [slab.nbytes for slab in self.slabs]
+        for span in spans:
+            index = next((index for index, left in enumerate(room) if left >= span), None)
+            if index is None:
+                return False
+            room[index] -= span
+        return True
 
     def _take(self, sizes: Sequence[int], spans: Sequence[int]) -> list[Buffer] | None:
         """Allocate all or nothing; called with the lock held."""
@@ -398,7 +438,6 @@ class BufferPool:
         self._buffers -= 1
         self._in_use -= buffer._span
         if self._closed:
-            buffer._view.release()
             if not self._buffers:
                 self._unmap()
             return
@@ -447,3 +486,16 @@ class BufferPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_NUMPY_COPY_BYTES = 32 << 10  # from here releasing the GIL is worth numpy's overhead of about 1 µs
+
+
+def copy_bytes(dst: memoryview, src: memoryview) -> None:
+    """Copy flat bytes; large copies release the GIL. `dst` and `src` are equally long and do not overlap."""
+    if len(src) < _NUMPY_COPY_BYTES:
+        dst[:] = src
+        return
+    import numpy as np
+
+    np.copyto(np.frombuffer(dst, dtype=np.uint8), np.frombuffer(src, dtype=np.uint8))

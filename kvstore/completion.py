@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .errors import ClosedError
 
@@ -28,12 +29,18 @@ class Completion(Generic[T]):
     late I/O can touch the caller's memory any more. The two differ only after a deadline or a cancel: memory
     that belongs to a `BufferPool` is kept out of circulation until then by itself; memory of the caller's own
     (a plain memoryview) must not be reused before `settled()`.
+
+    `await` gives the result as `result` does. A task that is cancelled while it awaits cancels the completion with it
+    (`asyncio.shield` it if others need the result); a completion cancelled elsewhere raises `asyncio.CancelledError`.
+    If the result came first it is not lost: the completion keeps it, and buffers in it are still to be released.
     """
 
-    __slots__ = ("_cancel_hook", "_future", "_settled")
+    __slots__ = ("_cancel_hook", "_cancelling", "_future", "_lock", "_settled")
 
     def __init__(self) -> None:
         self._future: Future[T] = Future()
+        self._lock = threading.Lock()  # guards what follows
+        self._cancelling = False  # of several cancels the first is the only one
         self._settled: threading.Event | None = None  # None: settled together with done
         self._cancel_hook: Callable[[], None] | None = None
 
@@ -52,7 +59,7 @@ class Completion(Generic[T]):
             CancelledError: it was cancelled.
             KVStoreError: the whole batch was impossible (for instance `ClosedError`).
         """
-        return self._future.result(timeout)
+        return self._future.result(_seconds(timeout))
 
     def add_done_callback(self, fn: Callable[[Completion[T]], None]) -> None:
         """Call `fn(self)` once done, in the resolving thread, or now if already done. `fn` must not block."""
@@ -64,10 +71,15 @@ class Completion(Generic[T]):
         I/O already under way runs to its end (see `settled`); I/O not yet begun is dropped unless another
         caller waits for the same record.
         """
+        with self._lock:  # not held below: callbacks and the hook run in this thread and may come back here
+            if self._cancelling:
+                return False
+            self._cancelling = True
         if not self._future.cancel():
             return False
         self._future.set_running_or_notify_cancel()
-        hook, self._cancel_hook = self._cancel_hook, None
+        with self._lock:
+            hook, self._cancel_hook = self._cancel_hook, None
         if hook is not None:
             hook()
         return True
@@ -82,20 +94,42 @@ class Completion(Generic[T]):
         Args:
             timeout: seconds to wait for that; 0 only looks, None waits without limit.
         """
-        if self._settled is not None:
-            return self._settled.wait(timeout)
-        if timeout == 0 or self._future.done():
-            return self._future.done()
-        try:
-            self._future.exception(timeout)
-        except CancelledError:
-            return True
-        except TimeoutError:
-            return False
-        return True
+        seconds = _seconds(timeout)
+        end = None if seconds is None else time.monotonic() + seconds
+        if not self._future.done():
+            if timeout == 0:
+                return False
+            try:
+                self._future.exception(seconds)
+            except CancelledError:
+                pass
+            except TimeoutError:
+                return False
+        # Only now: late I/O may have been announced while this thread waited.
+        late = self._settled
+        return late is None or late.wait(None if end is None else max(0.0, end - time.monotonic()))
 
-    def __await__(self) -> Generator[None, None, T]:
-        return asyncio.wrap_future(self._future).__await__()
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._future.done():
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+
+            def wake(_: object) -> None:
+                try:
+                    loop.call_soon_threadsafe(_resolve, waiter)
+                except RuntimeError:  # the loop was closed; nobody waits any more
+                    pass
+
+            self._future.add_done_callback(wake)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        try:
+            return self._future.result(0)
+        except CancelledError as error:
+            raise asyncio.CancelledError("the completion was cancelled") from error
 
     # For the side that produces the result.
 
@@ -105,6 +139,7 @@ class Completion(Generic[T]):
             self._future.set_result(value)
         except InvalidStateError:
             return False
+        self._cancel_hook = None  # whatever it holds may go
         return True
 
     def set_exception(self, error: BaseException) -> bool:
@@ -113,17 +148,27 @@ class Completion(Generic[T]):
             self._future.set_exception(error)
         except InvalidStateError:
             return False
+        self._cancel_hook = None
         return True
 
     def on_cancel(self, hook: Callable[[], None]) -> None:
-        """Have `hook` called when the caller cancels."""
-        self._cancel_hook = hook
+        """Have `hook` called when the caller cancels: at once if that has happened. One hook; the last one counts."""
+        with self._lock:
+            if not self._future.done():
+                self._cancel_hook = hook
+                return
+        if self._future.cancelled():
+            hook()
 
     def expect_late_io(self) -> threading.Event:
-        """Promise to set the returned event when the I/O has really ended; until then `settled` is False."""
-        if self._settled is None:
-            self._settled = threading.Event()
-        return self._settled
+        """Promise to set the returned event when the I/O has really ended; until then `settled` is False.
+
+        To be called before the result is set, and before I/O begins that a cancel would not stop.
+        """
+        with self._lock:
+            if self._settled is None:
+                self._settled = threading.Event()
+            return self._settled
 
     @classmethod
     def of(cls, value: T) -> Completion[T]:
@@ -131,6 +176,16 @@ class Completion(Generic[T]):
         done: Completion[T] = cls()
         done.set_result(value)
         return done
+
+
+def _seconds(timeout: float | None) -> float | None:
+    """As the standard library takes it: `math.inf`, the deadline that never passes, overflows there."""
+    return None if timeout is None or timeout > threading.TIMEOUT_MAX else timeout
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class CompletionQueue:
@@ -161,7 +216,9 @@ class CompletionQueue:
             os.eventfd_write(self._fd, 1)
 
     def fileno(self) -> int:
-        """The eventfd. Readable while `drain` would return something."""
+        """The eventfd. Readable while `drain` would return something. Raises `ClosedError` after `close`."""
+        if self._closed:  # the number may already name another file
+            raise ClosedError("the completion queue is closed")
         return self._fd
 
     def drain(self) -> list[Completion[object]]:

@@ -1,10 +1,19 @@
 """What a chunk is called: token ids → chunks → chained content hash → fixed-width key.
 
-    seed      = SHA-256("kvstore chunk v1" ‖ chunk_size)
-    hash[i]   = SHA-256(hash[i-1] ‖ token count ‖ item count ‖ token ids, u32 LE ‖ multimodal items)
-    key[i]    = SHA-256(context digest ‖ hash[i])
+    hash[-1]  = SHA-256(encode(["kvstore chunk", 1, chunk_size]))
+    hash[i]   = SHA-256(hash[i-1] ‖ token count ‖ item count ‖ token ids ‖ items)
+    context   = SHA-256(encode(["kvstore context", 1, name, value, name, value, …]))
+    key[i]    = SHA-256(context ‖ hash[i])
+    opaque    = SHA-256(encode(["kvstore opaque", 1, namespace, name]))
 
-Equal hash means equal prefix. The context digest covers every other field that changes the bytes (`KeyContext`).
+Counts and token ids are u32 little-endian. `items` holds encode([identifier, offset relative to the chunk, length]) of
+each multimodal item that overlaps the chunk, ordered by (offset, length, identifier). The context lists the fields of
+`KeyContext` but `layout` in their order, `codec_profile` and `extra` last; then the names `layout.num_layers`,
+`layout.num_kv_heads`, `layout.head_dim`, `layout.v_head_dim`, `layout.kind`; then their five values. encode() writes
+None as `n`, an integer as `i<length>:<decimal>`, text as `s<length>:<UTF-8>`, bytes as `b<length>:<bytes>` and a list
+as `l<count>:` and its parts, lengths in bytes.
+
+Equal hash means equal prefix. The context covers every other field that changes the bytes (`KeyContext`).
 Everything is the same in every process and on every machine; nothing uses Python's `hash()`. 256 bits of a
 cryptographic hash: prefixes of different tenants cannot be made to collide (compare CVE-2025-25183).
 """
@@ -13,9 +22,10 @@ from __future__ import annotations
 
 import array
 import hashlib
+import operator
+import reprlib
 import struct
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,17 +66,22 @@ class Key(bytes):
     __slots__ = ()
 
     def __new__(cls, digest: bytes) -> Key:
-        if len(digest) != KEY_BYTES:
-            raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(digest)}")
-        return bytes.__new__(cls, digest)
+        if not isinstance(digest, bytes | bytearray | memoryview):
+            raise ConfigError(f"a key is made of bytes, not of {type(digest).__name__}")
+        key = bytes.__new__(cls, digest)
+        if len(key) != KEY_BYTES:
+            raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        return key
 
     @classmethod
     def from_hex(cls, text: str) -> Key:
         """The key written as 64 hex digits. Raises `ConfigError` for anything else."""
-        try:
-            return cls(bytes.fromhex(text))
-        except ValueError as error:
-            raise ConfigError(f"{text[:80]!r} is not a key in hex") from error
+        if isinstance(text, str) and len(text) == 2 * KEY_BYTES:
+            try:
+                return cls(bytes.fromhex(text))
+            except ValueError:
+                pass
+        raise ConfigError(f"{reprlib.repr(text)} is not a key: {2 * KEY_BYTES} hex digits")
 
     def __repr__(self) -> str:
         return f"Key({self.hex()})"
@@ -103,7 +118,10 @@ class KeyContext:
         tp_rank, tp_size, pp_rank, pp_size: the shard.
         codec: name of the codec of the stored segments; its level is not part of the key.
         codec_profile: id of the codec's profile, or None.
-        extra: further (name, value) pairs of an integration, in any order.
+        extra: further (name, value) pairs of text of an integration, in any order.
+
+    Raises:
+        ConfigError: a field has the wrong type or an impossible value; names the field.
     """
 
     model: str
@@ -124,7 +142,14 @@ class KeyContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
-        object.__setattr__(self, "extra", tuple(sorted((str(name), str(value)) for name, value in self.extra)))
+        # No str() here: it would make None and "None", or 1 and "1", the same key.
+        if not isinstance(self.extra, tuple | list) or not all(map(_is_text_pair, self.extra)):
+            raise ConfigError(
+                f"key context: extra must be a tuple of (name, value) pairs of text, not {reprlib.repr(self.extra)}"
+            )
+        object.__setattr__(self, "extra", tuple(sorted(map(tuple, self.extra))))
+        if not isinstance(self.layout, KVLayout):
+            raise ConfigError(f"key context: layout must be a KVLayout, not {type(self.layout).__name__}")
         for name in ("model", "namespace", "codec"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -134,6 +159,10 @@ class KeyContext:
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"key context: {name} must be text or None, not {type(value).__name__}")
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+            for name in (rank, size):
+                value = getattr(self, name)
+                if not isinstance(value, int) or isinstance(value, bool):
+                    raise ConfigError(f"key context: {name} must be an integer, not {value!r}")
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise ConfigError(
                     f"key context: {rank}={getattr(self, rank)} is not in 0..{size}-1 ({size}={getattr(self, size)})"
@@ -151,6 +180,10 @@ class KeyContext:
         if shown["cache_salt"] is not None:
             shown["cache_salt"] = "…"
         return f"KeyContext({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _is_text_pair(pair: object) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
 
 
 def _encode(value: object) -> bytes:
@@ -178,28 +211,33 @@ def _u32_blocks(token_ids: Sequence[int] | np.ndarray[Any, Any] | Any, chunk_siz
     A block is valid until the next is asked for: wide arrays are converted into one scratch block that stays in
     the L2 cache.
     """
+    import numpy as np
+
     if hasattr(token_ids, "detach"):  # a torch tensor, without importing torch
-        token_ids = token_ids.detach().cpu().numpy()
+        tensor: Any = token_ids
+        try:
+            token_ids = tensor.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:  # no numpy twin (bfloat16), no data (meta), not dense
+            raise ConfigError(f"token ids must be a dense tensor of integers, not {tensor.dtype}") from error
     shape = getattr(token_ids, "shape", None)
     if shape is None:
-        values = token_ids if isinstance(token_ids, list | tuple) else list(token_ids)
+        values = _checked_list(token_ids)
         try:
             packed = array.array("I", values)
         except (OverflowError, TypeError):
             raise _bad_token(values) from None
-        if sys.byteorder == "big":  # pragma: no cover
-            packed.byteswap()
-        yield memoryview(packed).cast("B")
-        return
-    import numpy as np
-
-    tokens = np.asarray(token_ids)
-    if len(shape) != 1:
-        raise ConfigError(
-            f"token ids must be one-dimensional, not of shape {tuple(shape)}; pass one sequence at a time"
-        )
-    if tokens.dtype.kind not in "iu":
-        raise ConfigError(f"token ids must be integers, not {tokens.dtype}")
+        tokens = np.frombuffer(packed, dtype=np.uint32)
+        # array.array takes True for 1. Only tokens 0 and 1 can be disguised booleans, and they are rare.
+        if any(_is_bool(values[index]) for index in np.flatnonzero(tokens <= 1).tolist()):
+            raise _bad_token(values)
+    else:
+        tokens = np.asarray(token_ids)
+        if len(shape) != 1:
+            raise ConfigError(
+                f"token ids must be one-dimensional, not of shape {tuple(shape)}; pass one sequence at a time"
+            )
+        if tokens.dtype.kind not in "iu":
+            raise ConfigError(f"token ids must be integers, not {tokens.dtype}")
     if tokens.dtype == np.dtype("<u4") and tokens.flags.c_contiguous:
         yield tokens.data.cast("B")
         return
@@ -214,13 +252,32 @@ def _u32_blocks(token_ids: Sequence[int] | np.ndarray[Any, Any] | Any, chunk_siz
         yield scratch[: len(block)].data.cast("B")
 
 
+def _checked_list(token_ids: Any) -> Sequence[Any]:
+    """Anything iterable as a list, but what only looks like a sequence of token ids."""
+    if isinstance(token_ids, list | tuple):
+        return token_ids
+    if not isinstance(token_ids, str | bytes | bytearray | set | frozenset | Mapping):
+        try:
+            return list(token_ids)
+        except TypeError:
+            pass
+    raise ConfigError(f"token ids must be a flat sequence of integers, not {type(token_ids).__name__}")
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+
+
 def _bad_token(values: Iterable[Any]) -> ConfigError:
-    for value in values:
-        number = (
-            value if isinstance(value, int) and not isinstance(value, bool) else getattr(value, "item", lambda: None)()
-        )
-        if not isinstance(number, int) or not 0 <= number <= _MAX_TOKEN:
-            return ConfigError(f"token id {value!r} is not an integer between 0 and 2^32-1")
+    for index, value in enumerate(values):
+        try:
+            number = -1 if _is_bool(value) else operator.index(value)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= _MAX_TOKEN:
+            return ConfigError(
+                f"token id {reprlib.repr(value)} at index {index} is not an integer between 0 and 2^32-1"
+            )
     return ConfigError("token ids must be a flat sequence of integers between 0 and 2^32-1")
 
 
@@ -237,7 +294,8 @@ def chunk_hashes(
         token_ids: one prompt; list, tuple, or one-dimensional numpy or torch integers. All give the same result.
         chunk_size: tokens per chunk, 8 to 2048.
         save_unfull_chunk: also hash a last, partial chunk. It is found only as itself: its hash covers its length.
-        multimodal: items whose content the tokens do not show. An item enters every chunk that it overlaps.
+        multimodal: items whose content the tokens do not show, in any order. An item enters every chunk that it
+            overlaps, so the chunks before it keep their hash. It may end behind the prompt, but not begin there.
 
     Raises:
         ConfigError: a bad token id, chunk size or item.
@@ -247,6 +305,7 @@ def chunk_hashes(
     sha256 = hashlib.sha256
     parent = sha256(_encode(["kvstore chunk", HASH_VERSION, chunk_size])).digest()
     items = _checked_items(multimodal)
+    window = _Window(items)
     counts = _COUNTS.pack(chunk_size, 0)
     step, position, hashes = 4 * chunk_size, 0, []
     for data in _u32_blocks(token_ids, chunk_size):
@@ -254,41 +313,60 @@ def chunk_hashes(
         for start in range(0, full, step):
             tokens = data[start : start + step]
             if items:
-                parent = sha256(_chunk_input(parent, tokens, position + start // 4, items)).digest()
+                parent = sha256(_chunk_input(parent, tokens, position + start // 4, window)).digest()
             else:  # what `_chunk_input` gives without items, without its overhead
                 parent = sha256(b"".join((parent, counts, tokens))).digest()
             hashes.append(parent)
         position += full // 4
         if full < len(data):
             if save_unfull_chunk:
-                hashes.append(sha256(_chunk_input(parent, data[full:], position, items)).digest())
+                hashes.append(sha256(_chunk_input(parent, data[full:], position, window)).digest())
             position += (len(data) - full) // 4
     if items and items[-1].offset >= position:
         raise ConfigError(f"multimodal item {items[-1]!r} begins behind the prompt of {position} tokens")
     return hashes
 
 
-def _chunk_input(parent: bytes, tokens: memoryview, start: int, items: Sequence[MultimodalItem]) -> bytes:
+class _Window:
+    """The items that overlap a chunk, for chunks asked for in order. Linear in items and chunks together."""
+
+    def __init__(self, items: Sequence[MultimodalItem]) -> None:
+        self._items = items
+        self._next = 0
+        self._open: list[MultimodalItem] = []
+
+    def overlapping(self, start: int, end: int) -> list[MultimodalItem]:
+        """Items that have a token in `start..end-1`, in order."""
+        while self._next < len(self._items) and self._items[self._next].offset < end:
+            self._open.append(self._items[self._next])
+            self._next += 1
+        self._open = [item for item in self._open if item.offset + item.length > start]
+        return self._open
+
+
+def _chunk_input(parent: bytes, tokens: memoryview, start: int, window: _Window) -> bytes:
     """What is hashed for one chunk that begins at token `start`."""
-    end = start + len(tokens) // 4
-    inside = [
-        _encode([i.identifier, i.offset - start, i.length])
-        for i in items
-        if i.offset < end and i.offset + i.length > start
-    ]
-    return b"".join((parent, _COUNTS.pack(len(tokens) // 4, len(inside)), tokens, *inside))
+    count = len(tokens) // 4
+    inside = [_encode([i.identifier, i.offset - start, i.length]) for i in window.overlapping(start, start + count)]
+    return b"".join((parent, _COUNTS.pack(count, len(inside)), tokens, *inside))
 
 
 def _checked_items(items: Iterable[Any]) -> list[MultimodalItem]:
     checked = []
     for raw in items:
-        item = raw if isinstance(raw, MultimodalItem) else MultimodalItem(*raw)
+        if not isinstance(raw, tuple | list) or not 2 <= len(raw) <= 3:
+            raise ConfigError(f"multimodal item {reprlib.repr(raw)} must be (identifier, offset, length)")
+        item = MultimodalItem(*raw)
         if not isinstance(item.identifier, str) or not item.identifier:
-            raise ConfigError(f"multimodal item {item!r}: the identifier must be non-empty text")
-        if not (
-            isinstance(item.offset, int) and isinstance(item.length, int) and item.offset >= 0 and item.length >= 1
-        ):
-            raise ConfigError(f"multimodal item {item!r}: offset must be ≥ 0 and length ≥ 1")
+            raise ConfigError(f"multimodal item {reprlib.repr(raw)}: the identifier must be non-empty text")
+        try:
+            if _is_bool(item.offset) or _is_bool(item.length):
+                raise TypeError
+            item = MultimodalItem(item.identifier, operator.index(item.offset), operator.index(item.length))
+        except TypeError:
+            raise ConfigError(f"multimodal item {reprlib.repr(raw)}: offset and length must be integers") from None
+        if item.offset < 0 or item.length < 1:
+            raise ConfigError(f"multimodal item {reprlib.repr(raw)}: offset must be ≥ 0 and length ≥ 1")
         checked.append(item)
     return sorted(checked, key=lambda item: (item.offset, item.length, item.identifier))
 
@@ -306,12 +384,14 @@ def chunk_keys(
     See `chunk_hashes` for the arguments and errors. Cost: about 10 ns per token, most of it SHA-256.
     """
     hashes = chunk_hashes(token_ids, chunk_size=chunk_size, save_unfull_chunk=save_unfull_chunk, multimodal=multimodal)
-    sha256, digest = hashlib.sha256, context.digest
-    return [Key(sha256(digest + chunk_hash).digest()) for chunk_hash in hashes]
+    sha256, digest, new = hashlib.sha256, context.digest, bytes.__new__  # `Key.__new__` would check what is known
+    return [new(Key, sha256(digest + chunk_hash).digest()) for chunk_hash in hashes]
 
 
 def opaque_key(name: str | bytes, *, namespace: str = "default") -> Key:
     """The key of an opaque record: for callers that hand over a key string and bytes. Injective in both arguments."""
     if not isinstance(name, str | bytes) or not name:
-        raise ConfigError(f"the name of an opaque record must be non-empty text or bytes, not {name!r}")
+        raise ConfigError(f"the name of an opaque record must be non-empty text or bytes, not {reprlib.repr(name)}")
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"the namespace must be non-empty text, not {reprlib.repr(namespace)}")
     return Key(hashlib.sha256(_encode(["kvstore opaque", HASH_VERSION, namespace, name])).digest())

@@ -35,7 +35,7 @@ def canonical_dtype(dtype: object) -> str:
     Raises:
         ConfigError: not a dtype of a KV cache.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype.__name__ if isinstance(dtype, type) else str(dtype).removeprefix("torch.")  # numpy.float16 is a type
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
         raise ConfigError(f"dtype {dtype!s} is not supported; known dtypes: {', '.join(DTYPES)}")
@@ -70,10 +70,13 @@ class KVLayout:
             raise ConfigError(f"KV layout kind {self.kind!r} is not known; use 'kv' or 'mla'")
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 1 << 20:
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:
                 raise ConfigError(f"KV layout {name}={value!r} must be an integer between 1 and 2^20")
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", 0 if self.kind == "mla" else self.head_dim)
+        value = self.v_head_dim
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1 << 20:
+            raise ConfigError(f"KV layout v_head_dim={value!r} must be None or an integer between 0 and 2^20")
         if self.kind == "mla" and (self.num_kv_heads != 1 or self.v_head_dim != 0):
             raise ConfigError("an MLA layout has one latent head and no V: num_kv_heads=1, v_head_dim=0")
 

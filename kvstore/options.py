@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,7 +16,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["Option", "format_manual", "parse_duration", "parse_options", "parse_size"]
+__all__ = ["Option", "format_manual", "parse_duration", "parse_options", "parse_size", "show_value", "unknown_option"]
 
 _SIZE_UNITS = {
     "": 1, "b": 1,
@@ -23,7 +24,7 @@ _SIZE_UNITS = {
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }  # fmt: skip
 _DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", re.ASCII)
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", re.ASCII)
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -40,12 +41,15 @@ def parse_size(value: object, *, name: str = "size") -> int:
         factor = _SIZE_UNITS.get(match[2].lower())
         if factor is None:
             raise ConfigError(
-                f"option {name!r}: unknown unit {match[2]!r} in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+                f"option {name!r}: unknown unit {match[2]!r} in {_short(value)}; "
+                "use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
             )
         number = float(match[1])
-        if math.isfinite(number * factor):
-            return int(match[1]) * factor if match[1].isdigit() else round(number * factor)
-    raise ConfigError(f"option {name!r}: {value!r} is not a size; write for instance 4096, 64KiB or 1.5GiB")
+        if match[1].isdigit() and math.isfinite(number * factor):
+            return int(match[1]) * factor
+        if math.isfinite(number * factor) and (factor > 1 or number.is_integer()):
+            return round(number * factor)
+    raise ConfigError(f"option {name!r}: {_short(value)} is not a size; write for instance 4096, 64KiB or 1.5GiB")
 
 
 def parse_duration(value: object, *, name: str = "duration") -> float:
@@ -54,15 +58,17 @@ def parse_duration(value: object, *, name: str = "duration") -> float:
     Raises:
         ConfigError: negative, not a duration, or an unknown unit; names `name`.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
         return float(value)
     if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
         factor = _DURATION_UNITS.get(match[2].lower() or "s")
         if factor is None:
-            raise ConfigError(f"option {name!r}: unknown unit {match[2]!r} in {value!r}; use us, ms, s, min, h or d")
+            raise ConfigError(
+                f"option {name!r}: unknown unit {match[2]!r} in {_short(value)}; use us, ms, s, min, h or d"
+            )
         if math.isfinite(seconds := float(match[1]) * factor):
             return seconds
-    raise ConfigError(f"option {name!r}: {value!r} is not a duration; write for instance 200ms, 5s or 2min")
+    raise ConfigError(f"option {name!r}: {_short(value)} is not a duration; write for instance 200ms, 5s or 2min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +93,34 @@ class Option:
     maximum: float | None = None
     secret: bool = False
 
+    def __post_init__(self) -> None:
+        if not hasattr(self, f"_parse_{self.kind}"):
+            raise TypeError(f"option {self.name!r} is defined with an unknown kind, {self.kind!r}")
+        if self.secret and self.kind != "str":
+            raise TypeError(f"option {self.name!r}: a secret is text; messages about other kinds show the value")
+
     def parse(self, value: object) -> Any:
-        """The typed value of `value`.
+        """The typed value of `value`; None stands for the default.
 
         Raises:
             ConfigError: names the option, the value (unless secret) and what is allowed.
         """
         if value is None:
-            return None if self.default is None else self.default
+            return self.default
         parsed = getattr(self, f"_parse_{self.kind}")(value)
         for bound, wrong, word in ((self.minimum, "below", "at least"), (self.maximum, "above", "at most")):
             if bound is not None and (parsed < bound if wrong == "below" else parsed > bound):
-                raise ConfigError(f"option {self.name!r}: {value!r} is out of range; it must be {word} {bound:g}")
+                limit = show_value(self, bound if self.kind == "float" or bound % 1 else int(bound))
+                raise ConfigError(
+                    f"option {self.name!r}: {self._shown(value)} is out of range; it must be {word} {limit}"
+                )
         return parsed
 
     def _bad(self, value: object, wanted: str) -> ConfigError:
-        shown = "the value" if self.secret else repr(value)
-        return ConfigError(f"option {self.name!r}: {shown} is not {wanted}")
+        return ConfigError(f"option {self.name!r}: {self._shown(value)} is not {wanted}")
+
+    def _shown(self, value: object) -> str:
+        return "the value" if self.secret else _short(value)
 
     def _parse_int(self, value: object) -> int:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -113,13 +130,13 @@ class Option:
         raise self._bad(value, "an integer")
 
     def _parse_float(self, value: object) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-        else:
+        number = math.nan
+        plain = not isinstance(value, str) or (value.isascii() and "_" not in value)  # not 1_000, which "int" refuses
+        if isinstance(value, int | float | str) and not isinstance(value, bool) and plain:
             try:
-                number = float(value) if isinstance(value, str) else math.nan
-            except ValueError:
-                number = math.nan
+                number = float(value)
+            except (ValueError, OverflowError):
+                pass
         if not math.isfinite(number):
             raise self._bad(value, "a finite number")
         return number
@@ -173,10 +190,10 @@ def parse_options(options: Sequence[Option], given: Mapping[str, object], *, whe
     return values
 
 
-def unknown_option(name: str, known: Iterable[str], *, where: str) -> str:
-    """The sentence for an unknown option name."""
+def unknown_option(name: object, known: Iterable[str], *, where: str) -> str:
+    """The sentence for an unknown option name (which YAML may have read as something other than text)."""
     known = sorted(known)
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown option {name!r} for {where}; {hint}known options: {', '.join(known) or 'none'}"
 
@@ -186,13 +203,18 @@ def format_manual(options: Sequence[Option]) -> str:
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in options:
         kind = " \\| ".join(option.choices) if option.kind == "choice" else option.kind
-        default = "—" if option.default is None or option.secret else _show(option)
-        lines.append(f"| `{option.name}` | {kind} | {default} | {option.doc}{' (secret)' if option.secret else ''} |")
+        default = "—" if option.default is None or option.secret else show_value(option, option.default)
+        doc = (option.doc + " (secret)" * option.secret).replace("|", "\\|")
+        lines.append(f"| `{option.name}` | {kind} | {default} | {doc} |")
     return "\n".join(lines)
 
 
-def _show(option: Option) -> str:
-    value = option.default
+def show_value(option: Option, value: Any) -> str:
+    """A typed value of an option for people, with its unit."""
+    if value is None:
+        return "—"
+    if option.secret:
+        return "…"
     if option.kind == "size":
         for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
             if value and value % factor == 0:
@@ -203,3 +225,9 @@ def _show(option: Option) -> str:
     if option.kind == "bool":
         return "true" if value else "false"
     return f"{value}" if value != "" else '""'
+
+
+def _short(value: object) -> str:
+    """A value for a message, cut so that it stays one."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

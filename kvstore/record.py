@@ -40,7 +40,7 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from .errors import ConfigError, CorruptRecord
-from .keys import Key
+from .keys import KEY_BYTES, Key
 from .layout import KVLayout
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "KIND_KV",
     "KIND_OPAQUE",
     "Header",
+    "NeedMore",
     "RecordSpec",
     "Segment",
     "build_record",
@@ -77,6 +78,7 @@ _PAGED_OPAQUE_BYTES = 64 << 10  # from here an opaque record's segments lie on p
 _FIXED = struct.Struct("<8sHBBI32sQQQIH10sQ")
 _ENTRY = struct.Struct("<QQQQIHBB")
 _ZEROS = memoryview(bytes(PAGE))
+_RESERVED = (1, bytes(10))
 
 checksum = xxh3_64_intdigest
 """The checksum of all parts: XXH3-64, seed 0 (23 GB/s per core here; releases the GIL)."""
@@ -122,11 +124,15 @@ class RecordSpec:
     @classmethod
     def of(cls, kind: int, sizes: Sequence[int]) -> RecordSpec:
         """The spec of a record with these raw segment sizes. Raises `ConfigError` if the format cannot hold it."""
+        if kind not in (KIND_KV, KIND_OPAQUE):
+            raise ConfigError(f"record kind {kind!r} is not known; use KIND_KV or KIND_OPAQUE")
         if not 0 < len(sizes) <= MAX_SEGMENTS:
             raise ConfigError(f"a record has 1 to {MAX_SEGMENTS} segments, not {len(sizes)}")
         raw_bytes = sum(sizes)
         if min(sizes) < 0 or raw_bytes > MAX_RECORD_BYTES:
             raise ConfigError(f"a record holds at most 2^40 bytes in segments of at least 0, not {raw_bytes}")
+        if kind == KIND_OPAQUE and max(sizes) > OPAQUE_SEGMENT_BYTES:
+            raise ConfigError(f"a segment of an opaque record holds at most 1 MiB, not {max(sizes)} bytes")
         alignment = _alignment(kind, raw_bytes)
         end = data_offset = _align(HEADER_BYTES + _ENTRY.size * len(sizes) + META_RESERVE, alignment)
         offsets = []
@@ -140,8 +146,10 @@ class RecordSpec:
         """`flat` cut into the views of `count` segments beginning with segment `first`.
 
         Raises:
-            ConfigError: `flat` is not exactly as long as these segments together.
+            ConfigError: there are no such segments, or `flat` is not exactly as long as they are together.
         """
+        if not 0 <= first <= len(self.sizes) or not 0 <= (count or 0) <= len(self.sizes) - first:
+            raise ConfigError(f"the record has {len(self.sizes)} segments; {count} from {first} are not among them")
         sizes = self.sizes[first : None if count is None else first + count]
         if len(flat) != sum(sizes):
             raise ConfigError(f"the destination has {len(flat)} bytes, but segments {first}.. need {sum(sizes)}")
@@ -165,8 +173,8 @@ def kv_spec(layout: KVLayout, dtype: str, tokens: int) -> RecordSpec:
 @functools.lru_cache(maxsize=1024)
 def opaque_spec(nbytes: int) -> RecordSpec:
     """The spec of an opaque record of `nbytes` bytes: segments of 1 MiB, the last one shorter."""
-    if nbytes < 0:
-        raise ConfigError(f"an opaque record cannot have {nbytes} bytes")
+    if not 0 <= nbytes <= MAX_SEGMENTS * OPAQUE_SEGMENT_BYTES:  # before anything of that size is made
+        raise ConfigError(f"an opaque record holds 0 to 64 GiB, not {nbytes} bytes")
     whole, rest = divmod(nbytes, OPAQUE_SEGMENT_BYTES)
     sizes = (OPAQUE_SEGMENT_BYTES,) * whole + ((rest,) if rest or not whole else ())
     return RecordSpec.of(KIND_OPAQUE, sizes)
@@ -193,14 +201,9 @@ class Header(NamedTuple):
     def meta(self) -> dict[str, Any]:
         """The meta block, decoded with bounds. Raises `CorruptRecord` if it is not a msgpack map."""
         try:
-            n = len(self.meta_block)
-            bounds = {"max_str_len": n, "max_bin_len": n, "max_array_len": n, "max_map_len": n, "max_ext_len": 0}
-            value = msgpack.unpackb(self.meta_block, **bounds)
+            return _unpack_meta(self.meta_block)
         except (ValueError, msgpack.UnpackException) as error:
-            raise CorruptRecord("the meta block is not msgpack", key=self.key, cause=error) from error
-        if not isinstance(value, dict):
-            raise CorruptRecord("the meta block is not a map", key=self.key)
-        return value
+            raise CorruptRecord(f"the meta block is not a msgpack map: {error}", key=self.key, cause=error) from error
 
     def matches(self, spec: RecordSpec) -> bool:
         """True if the raw sizes and the kind are those of `spec`."""
@@ -209,6 +212,68 @@ class Header(NamedTuple):
             and len(self.segments) == len(spec.sizes)
             and all(segment[2] == size for segment, size in zip(self.segments, spec.sizes, strict=True))
         )
+
+
+def _unpack_meta(block: bytes) -> dict[str, Any]:
+    """Raises ValueError or msgpack.UnpackException; allocates in proportion to `block` whatever it claims."""
+    _check_claims(block)
+    n = len(block)
+    value = msgpack.unpackb(block, max_str_len=n, max_bin_len=n, max_array_len=n, max_map_len=n, max_ext_len=0)
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError("not a map with names")
+    return value
+
+
+_CONTAINER_WIDTHS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}  # array 16, array 32, map 16, map 32
+_BODY_WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin and str 8, 16, 32
+_SCALAR_BYTES = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+
+_REFUSED = frozenset({0xC1, 0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8})  # "never used", and extension types
+
+
+def _check_claims(block: bytes) -> None:
+    """Refuse containers that claim more values than bytes are left.
+
+    msgpack makes room for a claimed array before it reads it, so nested claims, each in bounds, would multiply.
+    """
+    at, open_values = 0, 1
+    while open_values:
+        if open_values > len(block) - at:
+            raise ValueError("it claims more than it holds")
+        head = block[at]
+        at += 1
+        open_values -= 1
+        if 0x80 <= head < 0xA0:
+            open_values += (head & 15) * (1 if head & 16 else 2)
+        elif 0xA0 <= head < 0xC0:
+            at += head & 31
+        elif width := _CONTAINER_WIDTHS.get(head):
+            claimed = int.from_bytes(block[at : at + width], "big")
+            open_values += claimed * (1 if head < 0xDE else 2)
+            at += width
+        elif width := _BODY_WIDTHS.get(head):
+            at += width + int.from_bytes(block[at : at + width], "big")
+        elif head in _REFUSED:
+            raise ValueError("it holds an extension type")
+        else:
+            at += _SCALAR_BYTES.get(head, 0)
+
+
+_PLAIN = frozenset({str, int, float, bool, bytes})
+
+
+def _pack_meta(meta: Mapping[str, Any]) -> bytes:
+    """Raises ConfigError for what `Header.meta` could not read back."""
+    kept = {name: value for name, value in meta.items() if value is not None}
+    try:
+        block: bytes = msgpack.packb(kept)
+        if len(block) > MAX_META_BYTES:
+            raise ValueError(f"it has {len(block)} bytes, at most {MAX_META_BYTES} fit")
+        if not all(type(name) is str and type(value) in _PLAIN for name, value in kept.items()):
+            _unpack_meta(block)
+    except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
+        raise ConfigError(f"the meta block cannot be stored: {error}", cause=error) from error
+    return block
 
 
 def build_record(
@@ -225,7 +290,8 @@ def build_record(
     Args:
         spec: raw sizes of the segments.
         segments: stored bytes of each segment, flat byte views; raw ones are as long as the spec says.
-        meta: small map of msgpack values; `None` values are left out.
+        meta: small map of msgpack values; `None` values are left out. Beyond 512 bytes of it the segments move back,
+            and a reader that began with the spec's offsets has to look into the table.
         codecs: (codec number, level) of each segment; None means that all are raw.
         layers: layer number of each segment; None means 0, 1, 2, …
 
@@ -233,11 +299,12 @@ def build_record(
         ConfigError: sizes, counts or meta do not fit the format.
     """
     count = len(spec.sizes)
-    if len(segments) != count or (codecs is not None and len(codecs) != count):
-        raise ConfigError(f"the record has {count} segments, but {len(segments)} were given")
-    meta_block: bytes = msgpack.packb({name: value for name, value in meta.items() if value is not None})
-    if len(meta_block) > MAX_META_BYTES:
-        raise ConfigError(f"the meta block has {len(meta_block)} bytes; at most {MAX_META_BYTES} fit")
+    for given, what in ((segments, "segments"), (codecs, "codecs"), (layers, "layers")):
+        if given is not None and len(given) != count:
+            raise ConfigError(f"the record has {count} segments, but {len(given)} {what} were given")
+    if len(key) != KEY_BYTES:  # struct would fill it up with zeros
+        raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    meta_block = _pack_meta(meta)
     alignment = _alignment(spec.kind, spec.raw_bytes)
     head_bytes = HEADER_BYTES + _ENTRY.size * count + len(meta_block)
     raw = codecs is None
@@ -247,7 +314,9 @@ def build_record(
     body: list[memoryview] = []
     for index, (segment, size) in enumerate(zip(segments, spec.sizes, strict=True)):
         codec, level = (RAW, 0) if codecs is None else codecs[index]
-        length = len(segment)
+        length, flat = len(segment), memoryview(segment)
+        if length != flat.nbytes or not flat.c_contiguous:
+            raise ConfigError(f"segment {index} is not a flat view of bytes")
         if codec == RAW and length != size:
             raise ConfigError(f"segment {index} has {length} bytes instead of {size}")
         begin = _align(end, alignment if codec == RAW else PACK)
@@ -255,7 +324,12 @@ def build_record(
             body.append(_ZEROS[: begin - end])
         body.append(segment)
         layer = index if layers is None else layers[index]
-        _ENTRY.pack_into(table, index * _ENTRY.size, begin, length, size, checksum(segment), layer, 0, codec, level)
+        try:
+            _ENTRY.pack_into(table, index * _ENTRY.size, begin, length, size, checksum(segment), layer, 0, codec, level)
+        except struct.error as error:
+            raise ConfigError(
+                f"segment {index}: layer {layer}, codec {codec} or level {level} is out of range"
+            ) from error
         end = begin + length
     fixed = _FIXED.pack(
         MAGIC, VERSION, spec.kind, 0, count, key, end, data_offset, spec.raw_bytes, len(meta_block), 1, bytes(10), 0
@@ -278,9 +352,11 @@ def parse_header(data: memoryview | bytes, *, key: Key | None = None, nbytes: in
         nbytes: the length of the whole record if known; it must be what the header says.
 
     Raises:
-        CorruptRecord: anything is not as it must be. If only more bytes are needed, its `need` says how many
-            (at most 2.6 MiB; a claim beyond what the format allows is corruption, not a wish).
+        CorruptRecord: anything is not as it must be. `NeedMore` if only more bytes are needed; its `need` says how
+            many (at most 2.6 MiB, and at most `nbytes`; a claim beyond that is corruption, not a wish).
     """
+    if nbytes is not None and nbytes < HEADER_BYTES:
+        raise CorruptRecord(f"a record of {nbytes} bytes has no room for its header", key=key)
     if len(data) < HEADER_BYTES:
         raise NeedMore(HEADER_BYTES, key)
     fixed = _FIXED.unpack_from(data)
@@ -294,7 +370,10 @@ def parse_header(data: memoryview | bytes, *, key: Key | None = None, nbytes: in
     if not 0 < count <= MAX_SEGMENTS or meta_bytes > MAX_META_BYTES or kind not in (KIND_KV, KIND_OPAQUE):
         raise CorruptRecord("the header's counts are out of range", key=key)
     head_bytes = HEADER_BYTES + _ENTRY.size * count + meta_bytes
-    if not head_bytes <= data_offset <= length <= MAX_RECORD_BYTES * 2 or data_offset > MAX_HEAD_BYTES + PAGE:
+    if (
+        not head_bytes <= data_offset <= length <= MAX_RECORD_BYTES * 2
+        or data_offset >= head_bytes + META_RESERVE + PAGE
+    ):
         raise CorruptRecord("the header's lengths contradict each other", key=key)
     if nbytes is not None and nbytes != length:
         raise CorruptRecord(f"the record has {nbytes} bytes, but its header says {length}", key=key)
@@ -308,11 +387,15 @@ def parse_header(data: memoryview | bytes, *, key: Key | None = None, nbytes: in
     table_end = HEADER_BYTES + _ENTRY.size * count
     segments = list(map(Segment._make, _ENTRY.iter_unpack(view[HEADER_BYTES:table_end])))
     end, total = data_offset, 0
-    for segment in segments:
-        if segment[0] < end or segment[0] + segment[1] > length or (segment[6] == RAW and segment[1] != segment[2]):
+    most = OPAQUE_SEGMENT_BYTES if kind == KIND_OPAQUE else MAX_RECORD_BYTES
+    for offset, stored, raw, _, _, group, codec, _ in segments:
+        # Segments follow each other with less than a page of padding: no range read spans more than it delivers.
+        if not end <= offset < end + PAGE or offset + stored > length or raw > most or (codec == RAW and stored != raw):
             raise CorruptRecord("the table's offsets or lengths contradict each other", key=key)
-        end = segment[0] + segment[1]
-        total += segment[2]
+        if group:
+            raise CorruptRecord("the table uses a reserved field", key=key)
+        end = offset + stored
+        total += raw
     if end != length or total != raw_bytes or total > MAX_RECORD_BYTES:
         raise CorruptRecord("the table does not add up to the record", key=key)
     return Header(
@@ -320,9 +403,37 @@ def parse_header(data: memoryview | bytes, *, key: Key | None = None, nbytes: in
     )
 
 
+def raw_checksums(head: memoryview, key: Key, spec: RecordSpec) -> list[int] | None:
+    """The checksums of all segments if `head` begins a record of `key`, stored raw, in just the shape of `spec`.
+
+    The fast path of reading: it accepts only what `parse_header` accepts, and builds nothing. None means only that
+    it is something else, or damaged: `parse_header` tells what.
+    """
+    table_end = HEADER_BYTES + _ENTRY.size * len(spec.sizes)
+    if len(head) < table_end:
+        return None
+    fixed = _FIXED.unpack_from(head)
+    if fixed[:7] != (MAGIC, VERSION, spec.kind, 0, len(spec.sizes), key, spec.nbytes) or fixed[7] != spec.data_offset:
+        return None
+    head_bytes = table_end + fixed[9]
+    if not head_bytes <= len(head) or head_bytes > fixed[7] or fixed[8] != spec.raw_bytes:
+        return None
+    if checksum(b"".join((head[:88], head[HEADER_BYTES:head_bytes]))) != fixed[12] or fixed[10:12] != _RESERVED:
+        return None
+    checksums = []
+    for entry, offset, size in zip(
+        _ENTRY.iter_unpack(head[HEADER_BYTES:table_end]), spec.offsets, spec.sizes, strict=True
+    ):
+        if entry[0] != offset or entry[1] != size or entry[2] != size or entry[6] != RAW:
+            return None
+        checksums.append(entry[3])
+    return checksums
+
+
 class NeedMore(CorruptRecord):
     """The bytes end before the header does. `need`: how many bytes of the record would be enough."""
 
-    def __init__(self, need: int, key: Key | None) -> None:
+    def __init__(self, need: int, key: Key | None = None) -> None:
         super().__init__(f"the record ends inside its header ({need} bytes needed)", key=key)
+        self.args = (need, key)  # what copying and sending to another process call it with
         self.need = need

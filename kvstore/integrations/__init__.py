@@ -1,0 +1,1 @@
+"""Integrations with engines. Each imports its engine; nothing else in kvstore does."""

@@ -1,0 +1,72 @@
+"""Tools for testing backends, and things that use them. Shipped, so that third parties can run them over their own.
+
+    from kvstore.testing import BackendSuite            # needs pytest
+    class TestMine(BackendSuite): ...
+
+    from kvstore.testing import backend_state_machine   # needs hypothesis
+    TestMineStateful = backend_state_machine(lambda path: MyBackend(path)).TestCase
+
+    from kvstore.testing import DictBackend, Fault, FaultyBackend, LatencyBackend   # need neither
+
+Names are imported when they are first used, so that the doubles work without pytest and hypothesis.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .audit import LeakAudit
+    from .fault import Call, Fault
+    from .faulty import FaultyBackend
+    from .forwarding import assert_forwards_everything
+    from .latency import LatencyBackend
+    from .reference import DictBackend
+    from .stateful import BackendStateMachine, backend_state_machine
+    from .suite import BackendSuite
+
+__all__ = [
+    "BackendStateMachine",
+    "BackendSuite",
+    "Call",
+    "DictBackend",
+    "Fault",
+    "FaultyBackend",
+    "LatencyBackend",
+    "LeakAudit",
+    "assert_forwards_everything",
+    "backend_state_machine",
+]
+
+_HOME = {
+    "BackendStateMachine": "stateful",
+    "BackendSuite": "suite",
+    "Call": "fault",
+    "DictBackend": "reference",
+    "Fault": "fault",
+    "FaultyBackend": "faulty",
+    "LatencyBackend": "latency",
+    "LeakAudit": "audit",
+    "assert_forwards_everything": "forwarding",
+    "backend_state_machine": "stateful",
+}
+_REWRITTEN = ("suite", "suite_base", "suite_data", "suite_life", "stateful")
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home == "suite":
+        import pytest
+
+        # pytest explains a failed `assert` only in modules it rewrote; this must be said before they are imported.
+        pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _REWRITTEN))
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,562 @@
+"""`memory://`: records in memory of this process.
+
+    memory://?bytes=1GiB&policy=lru      a store of its own
+    memory://NAME?bytes=…                the same store for everybody in this process who opens that name
+
+Option `bytes` takes sizes with units (64KiB, 1.5GiB, 4096). It is a hard limit: what the records occupy (their sizes
+rounded up to 64 bytes), what is being written, and what was removed while somebody still leases it together never
+exceed it. The memory is mapped at open and backed by pages when first used. On top of it Python keeps about 600 bytes
+per record. A named store lives until the last of its openers closes it; all must open it with the same options.
+
+One copy on put, one on get, none on `lease`. No lock is held while bytes are copied, and large copies release the GIL.
+A batch takes the lock twice: once to find its records and keep their memory from being given away, once to let go.
+
+Room is made by the eviction policy (`kvstore.eviction`). Records that are leased, or being read or written at the
+moment, are passed over: removing them would give no memory back. If nothing else is left a put waits for them, until
+its deadline and never longer than 5 seconds, then ends in `PoolExhausted`. A put does not evict records of its own
+batch, nor those that lead up to them; what it cannot store beside them is refused.
+
+`get_into` and `lease` make records recent, as does a put that finds its record there; `stat` does not. `quarantine`
+keeps nothing aside: a record that was altered in memory says nothing that a file would still say.
+
+After `os.fork()` a store that was opened before raises `ClosedError` in the child; open another one there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvstore.backend import EXISTS, MISS, OK, Backend, Capability, KeyInfo, Limits, Outcome, Read, Status, Write
+from kvstore.buffers import Buffer, BufferPool, copy_bytes
+from kvstore.errors import ClosedError, ConfigError, PermanentError, PoolExhausted, TransientError
+from kvstore.eviction import POLICIES, make_policy
+from kvstore.keys import Key
+from kvstore.options import Option
+from kvstore.registry import BackendURL
+
+__all__ = ["MemoryBackend", "MemoryStats"]
+
+_ALIGNMENT = 64  # a cache line; larger ones would waste most of the memory of tiny records
+_SMALL_BYTES = 32 << 10  # below this a copy is cheaper than looking at the clock or releasing the GIL
+_LONGEST_WAIT_S = 5.0  # for memory, even if the deadline is later
+_LOOK_AGAIN_S = 0.01  # the end of a lease is not announced, so a put that waits for it looks now and then
+_PAGE_RECORDS = 1000
+_KNOWN_SIZES = 4096
+_WRONG_VIEW = (TypeError, ValueError, BufferError, NotImplementedError)  # what a copy says of views it cannot use
+
+_UNDECIDED = Outcome.failed(TransientError("the record was not reached"))
+
+
+class MemoryStats(NamedTuple):
+    """What a `MemoryBackend` holds.
+
+    Attributes:
+        records: number of records.
+        nbytes: sum of their sizes, in bytes.
+        capacity: the limit, in bytes.
+        in_use: bytes of the limit that are taken: by records, by writes under way, by leases.
+        evicted: records removed so far to make room.
+    """
+
+    records: int
+    nbytes: int
+    capacity: int
+    in_use: int
+    evicted: int
+
+
+class _Record:
+    """`readers` counts reads under way; `gone` says that the last of them has to release the memory."""
+
+    __slots__ = ("buffer", "found", "gone", "readers", "used", "view")
+
+    def __init__(self, buffer: Buffer, view: memoryview, found: Outcome, used: float) -> None:
+        self.buffer = buffer
+        self.view = view
+        self.found = found  # OK with its size; shared by all records of that size
+        self.used = used
+        self.readers = 0
+        self.gone = False
+
+
+class _Memory:
+    """What several `MemoryBackend`s of one name share. Methods that end in `_locked` want `lock` held."""
+
+    def __init__(self, nbytes: int, policy: str, name: str) -> None:
+        if nbytes < _ALIGNMENT:
+            raise ConfigError(f"a memory store needs at least {_ALIGNMENT} bytes, not {nbytes}")
+        self.name = name
+        self.asked = (nbytes, policy)
+        self.policy = make_policy(policy)
+        self.pool = BufferPool(nbytes & -_ALIGNMENT, alignment=_ALIGNMENT)
+        self.records: dict[Key, _Record] = {}
+        self.pending: dict[Key, object] = {}  # being stored; by whom
+        self.handles = 1
+        self.closed = ""  # why, if it is
+        self.evicted = 0
+        self.sizes: dict[int, Outcome] = {}
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        _live.add(self)
+
+    def check(self, operation: str) -> None:
+        if self.closed:
+            raise ClosedError(self.closed, backend=self.name, operation=operation)
+
+    def size_outcome(self, nbytes: int) -> Outcome:
+        """OK with `nbytes`; one object per size, since most records of a store have one of few sizes."""
+        outcome = self.sizes.get(nbytes)
+        if outcome is None:
+            outcome = Outcome(Status.OK, nbytes)
+            if len(self.sizes) < _KNOWN_SIZES:
+                self.sizes[nbytes] = outcome
+        return outcome
+
+    def find(self, keys: Sequence[Key], operation: str) -> list[_Record | None]:
+        """The records of `keys`, made recent, and with one more reader each. Give the list to `let_go`."""
+        now = time.time()
+        with self.lock:
+            self.check(operation)
+            records = [*map(self.records.get, keys)]
+            if None in records:
+                keys = [key for key, record in zip(keys, records, strict=True) if record is not None]
+            for record in records:
+                if record is not None:
+                    record.readers += 1
+                    record.used = now
+            self.policy.touch(keys)
+        return records
+
+    def let_go(self, records: Sequence[_Record | None]) -> None:
+        free = []
+        with self.lock:
+            for record in records:
+                if record is not None:
+                    record.readers -= 1
+                    if record.gone and not record.readers:
+                        free.append(record.buffer)
+        for buffer in free:
+            buffer.release()
+
+    def remove_locked(self, key: Key) -> bool:
+        record = self.records.pop(key, None)
+        if record is None:
+            return False
+        self.policy.forget(key)
+        record.gone = True
+        if not record.readers:
+            record.buffer.release()
+        return True
+
+    def make_room(self, sizes: Sequence[int], mine: Mapping[Key, int]) -> list[Buffer] | bool:
+        """Memory for records of `sizes` bytes, all or none; evicts what it must, but nothing of `mine`.
+        If there is none: whether that may change by waiting."""
+        spans = [(max(n, 1) + _ALIGNMENT - 1) & -_ALIGNMENT for n in sizes]
+        busy = False
+        with self.lock:
+            self.check("put")
+            stats = self.pool.stats()
+            wanted = sum(spans) - (stats.total - stats.in_use)
+            victims = self.policy.victims(keep=self.pending.keys() | mine.keys())
+            while True:
+                if wanted <= 0:
+                    try:
+                        return self.pool.acquire_many(sizes)
+                    except PoolExhausted:  # there is enough, but in pieces
+                        wanted = max(spans)
+                key = next(victims, None)
+                if key is None:
+                    break
+                record = self.records[key]
+                if record.readers or not record.buffer.exclusive:
+                    busy = True
+                    continue
+                wanted -= (max(record.buffer.nbytes, 1) + _ALIGNMENT - 1) & -_ALIGNMENT
+                self.remove_locked(key)
+                self.evicted += 1
+            # Others' writes under way, and memory of removed records that is still read or leased.
+            return busy or len(self.pending.keys() - mine.keys()) > 0 or self.pool.stats().buffers > len(self.records)
+
+    def wait_for_room(self, nbytes: int, mine: Mapping[Key, int], until: float) -> Buffer | None:
+        """Memory for one record; None if there was none by `until`, or waiting is in vain."""
+        while True:
+            room = self.make_room([nbytes], mine)
+            if isinstance(room, list):
+                return room[0]
+            left = until - time.monotonic()
+            if not room or left <= 0:
+                return None
+            with self.lock:
+                self.changed.wait(min(left, _LOOK_AGAIN_S))
+
+    def shut_down(self, why: str) -> None:
+        """Drop everything. Work under way ends by itself; its memory goes with it."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = why
+            records = [*self.records.values()]
+            self.records.clear()
+            for record in records:
+                record.gone = True
+            idle = [record.buffer for record in records if not record.readers]
+            self.policy = make_policy("none")
+            self.changed.notify_all()
+        for buffer in idle:
+            buffer.release()
+        self.pool.close()
+
+
+_live: weakref.WeakSet[_Memory] = weakref.WeakSet()
+_named: dict[str, _Memory] = {}
+_named_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """Locks may have been held by threads that the child does not have, and records half written."""
+    global _named_lock  # noqa: PLW0603
+    _named_lock = threading.Lock()
+    _named.clear()
+    for memory in list(_live):
+        memory.lock = threading.Lock()
+        memory.changed = threading.Condition(memory.lock)
+        memory.closed = "this memory store was opened before os.fork(); open one in the child process"
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class MemoryBackend(Backend):
+    """Records in memory of this process. See the module's docstring.
+
+    Args:
+        nbytes: the limit in bytes; at least 64.
+        policy: a name of `kvstore.eviction.POLICIES`; "none" refuses new records when full.
+        name: for errors and metrics.
+
+    Raises:
+        ConfigError: unknown policy, or a limit that is too small or cannot be mapped.
+    """
+
+    options = (
+        Option("bytes", "size", 1 << 30, "Limit for records and leases together.", minimum=_ALIGNMENT),
+        Option(
+            "policy", "choice", "lru", "What goes when the limit is reached; `none`: new records are refused.",
+            choices=tuple(POLICIES),
+        ),
+    )  # fmt: skip
+    capabilities = (
+        Capability.RANGED_READ | Capability.NATIVE_BATCH | Capability.LEASE | Capability.LIST | Capability.CAPACITY
+    )
+
+    def __init__(self, nbytes: int = 1 << 30, *, policy: str = "lru", name: str = "memory") -> None:
+        self._use(_Memory(nbytes, policy, name))
+
+    def _use(self, memory: _Memory) -> None:
+        self._memory = memory
+        self._closed = False
+        self.name = memory.name
+        self.limits = Limits(
+            max_value_bytes=memory.pool.largest,
+            lanes=min(8, max(2, os.cpu_count() or 1)),
+            preferred_io_bytes=1 << 20,
+        )
+
+    @classmethod
+    def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> MemoryBackend:
+        """A store of its own, or for `memory://NAME` the one of that name in this process.
+
+        Raises:
+            ConfigError: the URL has a path, or the store of that name is open with other options.
+        """
+        if url.path not in {"", "/"}:
+            raise ConfigError(f"memory:// takes no path, but {url.path!r} was given; write memory:// or memory://NAME")
+        nbytes, policy, name = options["bytes"], options["policy"], url.authority
+        if not name:
+            return cls(nbytes, policy=policy)
+        backend = cls.__new__(cls)
+        with _named_lock:
+            memory = _named.get(name)
+            if memory is not None:
+                with memory.lock:
+                    if memory.closed:
+                        memory = None
+                    elif memory.asked == (nbytes, policy):
+                        memory.handles += 1
+                    else:
+                        raise ConfigError(
+                            f"memory://{name} is open in this process with bytes={memory.asked[0]} and "
+                            f"policy={memory.asked[1]}; open it with the same options, or choose another name"
+                        )
+            if memory is None:
+                memory = _named[name] = _Memory(nbytes, policy, f"memory://{name}")
+        backend._use(memory)
+        return backend
+
+    def _check(self, operation: str) -> None:
+        if self._closed:
+            raise ClosedError("the memory store is closed", backend=self.name, operation=operation)
+
+    def _late(self, operation: str) -> Outcome:
+        return Outcome.failed(TransientError("the deadline passed", backend=self.name, operation=operation))
+
+    def stat(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        self._check("stat")
+        if time.monotonic() >= deadline:
+            return [self._late("stat")] * len(keys)
+        memory = self._memory
+        with memory.lock:
+            memory.check("stat")
+            records = [*map(memory.records.get, keys)]
+        return [MISS if record is None else record.found for record in records]
+
+    def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
+        self._check("get")
+        if time.monotonic() >= deadline:
+            return [self._late("get")] * len(reads)
+        memory = self._memory
+        records = memory.find([read[0] for read in reads], "get")
+        outcomes: list[Outcome] = []
+        try:
+            for (key, dst, offset), record in zip(reads, records, strict=True):
+                if record is None:
+                    outcomes.append(MISS)
+                    continue
+                found = record.found
+                size = len(dst)
+                try:
+                    if offset == 0 and size == found[1] and size < _SMALL_BYTES:
+                        dst[:] = record.view
+                        outcomes.append(found)
+                        continue
+                    if offset < 0:
+                        raise ValueError("negative offset")
+                    size = max(0, min(size, found[1] - offset))
+                    if size >= _SMALL_BYTES and time.monotonic() >= deadline:
+                        outcomes.append(self._late("get"))
+                        continue
+                    copy_bytes(dst[:size], record.view[offset : offset + size])
+                    outcomes.append(memory.size_outcome(size))
+                except _WRONG_VIEW as error:
+                    text = f"the destination is not a writable flat view of bytes, or the offset is wrong: {error}"
+                    wrong = PermanentError(text, backend=self.name, operation="get", key=key, cause=error)
+                    outcomes.append(Outcome.failed(wrong))
+        finally:
+            memory.let_go(records)
+        return outcomes
+
+    def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
+        self._check("put")
+        outcomes = [_UNDECIDED] * len(writes)
+        todo: Sequence[int] = range(len(writes))
+        while todo:
+            if time.monotonic() >= deadline:
+                late = self._late("put")
+                for index in todo:
+                    outcomes[index] = late
+                break
+            mine, todo = self._claim(writes, todo, outcomes)
+            if mine:
+                try:
+                    self._store(writes, mine, outcomes, deadline)
+                finally:
+                    self._unclaim(mine)
+            if todo:  # the same keys, being stored by others or before in this batch: EXISTS, unless that fails
+                self._wait_for_others([writes[index].key for index in todo], deadline)
+        return outcomes
+
+    def _claim(
+        self, writes: Sequence[Write], todo: Sequence[int], outcomes: list[Outcome]
+    ) -> tuple[dict[Key, int], list[int]]:
+        """Announce what is new: (index by key of what is ours to store, indices of what is being stored already)."""
+        memory = self._memory
+        records, pending, policy = memory.records, memory.pending, memory.policy
+        largest = memory.pool.largest
+        mine: dict[Key, int] = {}
+        others: list[int] = []
+        with memory.lock:
+            memory.check("put")
+            for index in todo:
+                key, src, parent = writes[index]
+                if key in records:
+                    outcomes[index] = EXISTS
+                    continue
+                if key in pending:
+                    others.append(index)
+                    continue
+                nbytes = len(src[0]) if len(src) == 1 else sum(map(len, src))
+                if nbytes > largest:
+                    text = f"a record of {nbytes} bytes; this store has {largest} bytes in all"
+                    error = PermanentError(text, backend=self.name, operation="put", key=key)
+                    outcomes[index] = Outcome.failed(error)
+                    continue
+                pending[key] = mine
+                mine[key] = index
+                # Known to the policy before it is asked for room, so that the parent is not taken for a tail.
+                policy.admit(key, nbytes, parent=parent)
+            policy.touch([writes[index][0] for index in todo])
+        return mine, others
+
+    def _unclaim(self, mine: dict[Key, int]) -> None:
+        """Take back the announcement of what could not be stored."""
+        memory = self._memory
+        with memory.lock:
+            for key in mine:
+                if memory.pending.get(key) is mine:
+                    del memory.pending[key]
+                    memory.policy.forget(key)
+            memory.changed.notify_all()
+
+    def _wait_for_others(self, keys: Sequence[Key], deadline: float) -> None:
+        memory = self._memory
+        with memory.lock:
+            while not memory.closed and all(key in memory.pending for key in keys):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                memory.changed.wait(None if left > threading.TIMEOUT_MAX else left)
+
+    def _store(
+        self, writes: Sequence[Write], mine: dict[Key, int], outcomes: list[Outcome], deadline: float
+    ) -> None:  # fmt: skip
+        memory = self._memory
+        indices = [*mine.values()]
+        sizes = [writes[index].nbytes for index in indices]
+        try:
+            room: list[Buffer] | bool = memory.pool.acquire_many(sizes)
+        except PoolExhausted:
+            room = memory.make_room(sizes, mine)
+        if isinstance(room, list):
+            self._fill(writes, indices, room, outcomes, deadline)
+            return
+        # Not all at once: as many as there is room for, the head of the batch first.
+        until = min(deadline, time.monotonic() + _LONGEST_WAIT_S)
+        for index, nbytes in zip(indices, sizes, strict=True):
+            buffer = memory.wait_for_room(nbytes, mine, until)
+            if buffer is not None:
+                self._fill(writes, [index], [buffer], outcomes, deadline)
+                continue
+            text = f"no room for {nbytes} bytes: the store is full with what is leased, in use, of this batch, or kept"
+            error = PoolExhausted(text, backend=self.name, operation="put", key=writes[index].key)
+            outcomes[index] = Outcome.failed(error)
+
+    def _fill(
+        self, writes: Sequence[Write], indices: Sequence[int], buffers: Sequence[Buffer], outcomes: list[Outcome],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        """Copy records into their memory and make them visible."""
+        memory = self._memory
+        ready: dict[Key, _Record] = {}
+        failed: list[Buffer] = []
+        now = time.time()
+        stored = False
+        try:
+            for index, buffer in zip(indices, buffers, strict=True):
+                key, src, _ = writes[index]
+                view = buffer.view
+                size = len(view)
+                if size >= _SMALL_BYTES and time.monotonic() >= deadline:
+                    outcomes[index] = self._late("put")
+                    failed.append(buffer)
+                    continue
+                try:
+                    if len(src) == 1:
+                        copy_bytes(view, src[0])
+                    else:
+                        at = 0
+                        for part in src:
+                            copy_bytes(view[at : at + len(part)], part)
+                            at += len(part)
+                except _WRONG_VIEW as error:
+                    text = f"the source is not made of flat views of bytes: {error}"
+                    wrong = PermanentError(text, backend=self.name, operation="put", key=key, cause=error)
+                    outcomes[index] = Outcome.failed(wrong)
+                    failed.append(buffer)
+                    continue
+                outcomes[index] = found = memory.size_outcome(size)
+                ready[key] = _Record(buffer, view, found, now)
+            with memory.lock:
+                memory.check("put")
+                memory.records.update(ready)
+                stored = True
+                for key in ready:
+                    del memory.pending[key]
+                memory.changed.notify_all()
+        finally:
+            for buffer in failed if stored else buffers:
+                buffer.release()
+
+    def delete(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        return self._remove(keys, "delete", deadline)
+
+    def quarantine(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        return self._remove(keys, "quarantine", deadline)
+
+    def _remove(self, keys: Sequence[Key], operation: str, deadline: float) -> list[Outcome]:
+        self._check(operation)
+        if time.monotonic() >= deadline:
+            return [self._late(operation)] * len(keys)
+        memory = self._memory
+        with memory.lock:
+            memory.check(operation)
+            outcomes = [OK if memory.remove_locked(key) else MISS for key in keys]
+            memory.changed.notify_all()
+        return outcomes
+
+    def lease(self, keys: Sequence[Key], *, deadline: float) -> list[Buffer | None]:
+        self._check("lease")
+        if time.monotonic() >= deadline:
+            return [None] * len(keys)
+        memory = self._memory
+        records = memory.find(keys, "lease")
+        try:
+            return [None if record is None else record.buffer.readonly() for record in records]
+        finally:
+            memory.let_go(records)
+
+    def stats(self) -> MemoryStats:
+        """What it holds right now. Raises `ClosedError`."""
+        self._check("stats")
+        memory = self._memory
+        with memory.lock:
+            memory.check("stats")
+            nbytes = sum(record.found.nbytes for record in memory.records.values())
+            pool = memory.pool.stats()
+            return MemoryStats(len(memory.records), nbytes, pool.total, pool.in_use, memory.evicted)
+
+    def close(self) -> None:
+        memory = self._memory
+        with memory.lock:
+            if self._closed:
+                return
+            self._closed = True
+            memory.handles -= 1
+            last = memory.handles == 0
+        if last:
+            memory.shut_down("the memory store is closed")
+            with _named_lock:
+                for name in [name for name, each in _named.items() if each is memory]:
+                    del _named[name]
+
+    def __repr__(self) -> str:
+        return f"<MemoryBackend {self.name!r} of {self._memory.pool.nbytes} bytes{', closed' * self._closed}>"
+
+    def list(self, *, deadline: float) -> Iterator[Sequence[KeyInfo]]:
+        self._check("list")
+        memory = self._memory
+        with memory.lock:
+            memory.check("list")
+            items = [*memory.records.items()]
+        return self._pages(items, deadline)
+
+    def _pages(self, items: Sequence[tuple[Key, _Record]], deadline: float) -> Iterator[Sequence[KeyInfo]]:
+        for at in range(0, len(items), _PAGE_RECORDS):
+            self._check("list")
+            if time.monotonic() >= deadline:
+                raise TransientError("the deadline passed", backend=self.name, operation="list")
+            yield [KeyInfo(key, each.found.nbytes, each.used) for key, each in items[at : at + _PAGE_RECORDS]]

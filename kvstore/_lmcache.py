@@ -1,0 +1,209 @@
+"""LMCache's option names and URL schemes: what they mean here.
+
+After LMCache 0.5.6 (`lmcache/v1/config.py`, in-process mode). Three kinds of names:
+
+* `ALIASES` mean the same as an option of ours; the table also supplies the units that LMCache implies.
+* `UNUSED` have no meaning here (yet). One that only tunes LMCache is noted; one whose absence would change what is
+  stored, found or computed is refused, so that nobody believes it to be in effect. A value that is LMCache's own
+  default, and so changes nothing, is passed over.
+* Everything else is unknown, and an error.
+
+LMCache itself warns about an unknown name and turns an unparsable value into None; here both are errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+from .options import Option
+from .registry import BackendURL, Given
+
+__all__ = ["ALIASES", "SERDES", "UNUSED", "Alias", "Unused", "resolve_unused", "translate_url"]
+
+
+class Alias(NamedTuple):
+    """An LMCache option that means the same as one of ours.
+
+    Attributes:
+        name: our option.
+        unit: what LMCache implies for a bare number; "" if none.
+    """
+
+    name: str
+    unit: str = ""
+
+
+ALIASES: dict[str, Alias] = {
+    "remote_url": Alias("remote_url"),
+    "chunk_size": Alias("chunk_size"),
+    "save_unfull_chunk": Alias("save_unfull_chunk"),
+    "remote_serde": Alias("remote_serde"),
+    "blocking_timeout_secs": Alias("blocking_timeout", "s"),
+    "lookup_timeout_ms": Alias("lookup_timeout", "ms"),
+}
+
+SERDES: dict[str, str] = {"naive": "raw"}
+"""LMCache's values of `remote_serde` that mean the same as a codec of ours."""
+
+_TIERS = "memory and disk tiers come with a later release; the store reads and writes remote_url directly"
+_OURS = "kvstore does this in its own way"
+_ENGINE = "the integration with the engine decides this"
+_LOCAL = "it only concerns LMCache's own processes"
+_BLEND = "blending comes with a later release: only exact prefixes are reused"
+_PD = "disaggregated prefill comes with a later release"
+_PEER = "nothing is shared between instances but what lies in remote_url"
+_PLUGIN = "LMCache's plug-ins are not loaded; backends of others register an entry point kvstore.backends"
+_PLACE = "it selects among LMCache's backends; remote_url names ours"
+
+
+class Unused(NamedTuple):
+    """An LMCache option without a meaning here.
+
+    Attributes:
+        kind: as in `Option.kind`, or "any". Ill-typed values are errors all the same.
+        default: LMCache's default.
+        why: for the note or the refusal.
+        refuse: an error instead of a note.
+        unit: what LMCache implies for a bare number.
+    """
+
+    kind: str
+    default: Any
+    why: str
+    refuse: bool = False
+    unit: str = ""
+
+
+def _all(kind: str, default: Any, why: str, *names: str, refuse: bool = False) -> dict[str, Unused]:
+    return {name: Unused(kind, default, why, refuse) for name in names}
+
+
+UNUSED: dict[str, Unused] = {
+    # A tier has no effect on results: without it reads come from the remote.
+    "local_cpu": Unused("bool", True, _TIERS),
+    "max_local_cpu_size": Unused("float", 5.0, _TIERS, unit="GB"),
+    "reserve_local_cpu_size": Unused("float", 0.0, _TIERS, unit="GB"),
+    "local_cpu_use_hugepages": Unused("bool", False, "huge pages are used where the system has them"),
+    "local_disk": Unused("any", None, _TIERS),
+    "max_local_disk_size": Unused("float", 0.0, _TIERS, unit="GB"),
+    "cache_policy": Unused("str", "LRU", _TIERS),
+    # How, not what.
+    "use_layerwise": Unused("bool", True, "records are always laid out, and can always be read, layer by layer"),
+    "pre_caching_hash_algorithm": Unused("str", "builtin", "keys are always SHA-256, the same in every process"),
+    "pin_timeout_sec": Unused("float", 300.0, _OURS, unit="s"),
+    "pin_check_interval_sec": Unused("float", 30.0, _OURS, unit="s"),
+    "enable_async_loading": Unused("bool", False, "every call is asynchronous"),
+    **_all("any", None, _LOCAL, "numa_mode", "internal_api_server_port_start", "internal_api_server_host",
+           "internal_api_server_include_index_list", "internal_api_server_socket_path_prefix",
+           "priority_limit", "hit_miss_ratio"),
+    **_all("bool", False, _LOCAL, "internal_api_server_enabled", "enable_chunk_statistics", "enable_kv_events"),
+    "min_retrieve_tokens": Unused("int", 0, _ENGINE),
+    "save_decode_cache": Unused("bool", False, _ENGINE),
+    "enable_scheduler_bypass_lookup": Unused("bool", False, _ENGINE),
+    # Blending: without it fewer tokens are reused, and other ones.
+    "enable_blending": Unused("bool", False, _BLEND, refuse=True),
+    **_all("any", None, _BLEND, "blend_recompute_ratios", "blend_thresholds", "blend_check_layers"),
+    "blend_min_tokens": Unused("int", 256, _BLEND),
+    "blend_special_str": Unused("str", " # # ", _BLEND),
+    # Disaggregated prefill: without it the decoder waits for what never comes.
+    "enable_pd": Unused("bool", False, _PD, refuse=True),
+    **_all("any", None, _PD, "pd_role", "pd_buffer_size", "pd_buffer_device", "pd_peer_host", "pd_peer_init_port",
+           "pd_peer_alloc_port", "pd_peer_query_port", "pd_proxy_host", "pd_proxy_port", "pd_backend_mode",
+           "pd_bidirectional", "pd_allocation_timeout_sec", "transfer_channel"),
+    # Instances that know each other: without them there are fewer sources, not other bytes.
+    **_all("bool", False, _PEER, "enable_controller", "enable_p2p"),
+    **_all("any", None, _PEER, "lmcache_instance_id", "controller_pull_url", "controller_reply_url",
+           "lmcache_worker_ports", "lmcache_worker_heartbeat_time", "p2p_host", "p2p_init_ports", "p2p_lookup_ports"),
+    # Where records lie.
+    **_all("any", None, _PLUGIN, "remote_storage_plugins", "storage_plugins", "external_lookup_client", refuse=True),
+    **_all("any", None, _PLACE, "retrieve_locations", "store_location", refuse=True),
+    "extra_config": Unused("any", None, "its settings are those of LMCache's connectors; ours go into backend_options"),
+}  # fmt: skip
+
+
+def resolve_unused(name: str, given: Given) -> str | None:
+    """The note for an option of `UNUSED`; None if its value is LMCache's default.
+
+    Raises:
+        ConfigError: the value is ill-typed, or the option is one that cannot be passed over.
+    """
+    known = UNUSED[name]
+    value = given.value
+    if known.kind == "any" or (value is None and known.default is None):
+        text = value.strip().lower() if isinstance(value, str) else value
+        changes = value != known.default and text not in (None, False, "", "none", "null", "false", [], {}, "[]", "{}")
+    else:
+        changes = given.parse(Option(name, known.kind, known.default, "")) != known.default
+    if not changes:
+        return None
+    if known.refuse:
+        raise ConfigError(
+            f"LMCache's option {name!r} is not supported ({given.source}): {known.why}; take it out to go on without it"
+        )
+    which = f" ({', '.join(sorted(map(str, value)))})" if name == "extra_config" and isinstance(value, Mapping) else ""
+    return f"LMCache's option {name!r}{which} is not used ({given.source}): {known.why}"
+
+
+_FILE = "a folder shared by the nodes, file:///mnt/kv"
+_KEYVALUE = f"no Redis or Valkey backend is part of this release; use {_FILE}"
+_REMOTE = f"it has no counterpart in this release; use {_FILE}"
+_MOUNT = f"mount it and use {_FILE}"
+
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster", "resp", "valkey"), _KEYVALUE),
+    **dict.fromkeys(("lm", "infinistore", "mooncakestore", "eic", "bigtable", "sagemaker-hyperpod"), _REMOTE),
+    **dict.fromkeys(("s3", "azure", "hf3fs", "hfbucket"), f"it is not part of this release; {_MOUNT}"),
+    "audit": "every record is verified anyway; give the audited URL itself (extra_config audit_actual_remote_url)",
+    **dict.fromkeys(("external", "plugin"), _PLUGIN),
+    "mock": "use memory://; kvstore.testing.LatencyBackend adds latency to it",
+    "blackhole": "use kvstore.testing.FaultyBackend, which can drop everything, in tests",
+}
+
+SCHEMES = ("fs", *_REFUSED)
+"""LMCache's URL schemes (in-process mode)."""
+
+
+def translate_url(url: BackendURL) -> list[BackendURL] | None:
+    """What an LMCache URL means here; None if the scheme is not LMCache's.
+
+    `fs://host:port/path[,path2]` is a folder, or several that share the keys; host and port mean nothing there.
+
+    Raises:
+        ConfigError: the scheme has no counterpart; says what to use instead.
+    """
+    if url.scheme == "fs":
+        paths = [path.strip() for path in re.split(r",(?=\s*/)", url.path)]
+        if not all(path.startswith("/") and path != "/" for path in paths):
+            raise ConfigError("an LMCache URL fs://host:port/path needs an absolute path; ours is file:///path")
+        return [BackendURL("file", "", path, dict(url.options)) for path in paths]
+    if (why := _REFUSED.get(url.scheme)) is not None:
+        raise ConfigError(f"{url.scheme}:// is one of LMCache's schemes, not of kvstore's: {why}")
+    return None
+
+
+def manual() -> str:
+    """The names of this module as Markdown."""
+    lines = ["| LMCache option | here |", "|---|---|"]
+    for name, alias in ALIASES.items():
+        unit = f", a bare number is in {alias.unit}" if alias.unit else ""
+        lines.append(f"| `{name}` | {f'`{alias.name}`' if alias.name != name else 'the same'}{unit} |")
+    for name, known in UNUSED.items():
+        unit = f" ({known.unit})" if known.unit else ""
+        lines.append(f"| `{name}`{unit} | {'refused' if known.refuse else 'noted, not used'}: {known.why} |")
+    lines += ["", "| LMCache URL | here |", "|---|---|", "| `fs://host:port/a,/b` | `file:///a`, `file:///b` |"]
+    lines += [f"| `{scheme}://` | refused: {why} |" for scheme, why in _REFUSED.items()]
+    return "\n".join(lines)
+
+
+def with_unit(value: object, unit: str) -> object:
+    """`value` with LMCache's implied unit if it is a bare number, or text of one."""
+    if not unit or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return f"{value}{unit}"
+    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+(e[+-]?[0-9]+)?\s*", value):
+        return f"{value.strip()}{unit}"
+    return value

@@ -1,0 +1,436 @@
+"""Configuration: one typed definition per option, from which parsing, defaults, messages and the manual follow.
+
+Sources, each overriding the one before: defaults, URL, file, environment, keyword.
+
+* URL: options of that backend, `file:///mnt/kv?lanes=8`.
+* File: YAML, named by `config_file`, `KVSTORE_CONFIG_FILE` or `LMCACHE_CONFIG_FILE`.
+* Environment: `KVSTORE_<OPTION>`, or `LMCACHE_<OPTION>` (ours win); `KVSTORE_<SCHEME>_<OPTION>` for a backend's.
+* Keyword: `open_store(…, chunk_size=512)`.
+
+Options of backends go into `backend_options`, by scheme or by URL: `{"file": {"lanes": 8}}`. LMCache's names are
+accepted where they mean the same (`kvstore._lmcache`). Checksums are always verified; there is no option against it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ._lmcache import ALIASES, SERDES, UNUSED, resolve_unused, with_unit
+from .errors import ConfigError
+from .keys import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
+from .options import Option, show_value, unknown_option
+from .registry import (
+    SCHEMES,
+    BackendURL,
+    Given,
+    backend_class,
+    known_schemes,
+    parse_url,
+    parse_urls,
+    split_options,
+    wrapper_options,
+)
+
+__all__ = ["OPTIONS", "Config", "load_config"]
+
+logger = logging.getLogger("kvstore.config")
+
+_MAX_FILE_BYTES = 1 << 20
+_ENV_PREFIXES = ("LMCACHE_", "KVSTORE_")  # later ones win
+_FILE_VARIABLES = ("KVSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")  # earlier ones win
+# Variables that begin like options and are none: of the pool, of siblings and tests; of LMCache's processes.
+_OTHER_VARIABLES = re.compile(
+    r"KVSTORE_(POOL_CANARY|(BENCH|TEST|DEMO|MODEL)(_.*)?)"
+    r"|LMCACHE_(LOG_LEVEL|TRACK_USAGE|USE_EXPERIMENTAL|(COORDINATOR|RESP)_.*)",
+    re.DOTALL,
+)
+# Kubernetes sets these in every pod of a namespace that has a service called "kvstore" or "kvstore-…".
+_SERVICE_VARIABLES = re.compile(
+    r".*_(SERVICE_HOST=.*|SERVICE_PORT(_.*)?=[0-9]+|PORT=(tcp|udp|sctp)://.*|PORT_[0-9]+_(TCP|UDP|SCTP)(_[A-Z]+)?=.*)",
+    re.DOTALL,
+)
+
+
+class StoreOption(Option):
+    """An option of the store. Kinds besides `Option`'s: "urls", "codec" and "map"."""
+
+    __slots__ = ()
+
+    def _parse_urls(self, value: object) -> tuple[BackendURL, ...]:
+        return tuple(parse_urls(value))
+
+    def _parse_codec(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise ConfigError(f"option {self.name!r}: {type(value).__name__} is not the name of a codec")
+        from .codec import codec_by_name
+
+        try:
+            return codec_by_name(SERDES.get(value, value)).name
+        except ConfigError as error:
+            raise ConfigError(f"option {self.name!r}: {error.message}") from None
+
+    def _parse_map(self, value: object) -> dict[str, dict[str, object]]:
+        """`{scheme or URL: {option: value}}`, or YAML (JSON) text of it. No message shows a value: some are secret."""
+        if isinstance(value, str):
+            value = _yaml(value, f"option {self.name!r}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"option {self.name!r} must map schemes or URLs to their options")
+        checked: dict[str, dict[str, object]] = {}
+        for key, options in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"option {self.name!r}: {key!r} is neither a scheme nor a URL")
+            if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+                raise ConfigError(f"option {self.name!r}: what is given for {_place(key)!r} must map options to values")
+            checked[_place(key)] = dict(options)
+        return checked
+
+
+def _place(key: str) -> str:
+    """A key of `backend_options` in canonical form: a known scheme, or a URL without options."""
+    if "://" not in key:
+        scheme = key.lower()
+        if scheme not in SCHEMES and scheme not in known_schemes():
+            raise ConfigError(f"unknown scheme {key!r} in backend_options; known schemes: {', '.join(known_schemes())}")
+        return scheme
+    url = parse_url(key)
+    if url.options:
+        raise ConfigError(f"the key {url.base} of backend_options must be a URL without options")
+    return url.base
+
+
+def _option(kind: str, default: Any, doc: str, **more: Any) -> Any:
+    """A field of `Config` together with the definition of its option."""
+    metadata = {"option": (kind, default, doc, more)}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Config:
+    """The options of a store, typed and checked. Made by `load_config`; values given directly are checked too.
+
+    `repr` and `describe` show no secret.
+
+    Attributes:
+        sources: where each option that is not a default came from.
+        notes: what was given but has no effect, one sentence each.
+
+    Raises:
+        ConfigError: a value is ill-typed, empty or out of range, or options contradict each other.
+    """
+
+    remote_url: tuple[BackendURL, ...] = _option(
+        "urls",
+        (),
+        "The backends: `scheme://authority/path?option=value`, or a list of them, over which keys are spread.",
+    )
+    chunk_size: int = _option(
+        "int",
+        DEFAULT_CHUNK_SIZE,
+        "Tokens per chunk; part of every key.",
+        minimum=MIN_CHUNK_SIZE,
+        maximum=MAX_CHUNK_SIZE,
+    )
+    save_unfull_chunk: bool = _option(
+        "bool", False, "Also store a prompt's last, partial chunk; it is found only as itself."
+    )
+    remote_serde: str = _option("codec", "raw", "Codec of layer segments at rest; part of every key.")
+    namespace: str = _option("str", "default", "Tenant boundary; part of every key, and nothing crosses it.")
+    replicas: int = _option("int", 1, "How many of the backends hold each record.", minimum=1)
+    on_error: str = _option(
+        "choice", "miss", "What trouble with a backend is for the caller: a miss, or an error that is raised.",
+        choices=("miss", "raise"),
+    )  # fmt: skip
+    lookup_timeout: float = _option(
+        "duration", 3.0, "Deadline of a lookup for which the caller gave none.", minimum=1e-3
+    )
+    blocking_timeout: float = _option(
+        "duration", 10.0, "Deadline of a get or lease for which the caller gave none.", minimum=1e-3
+    )
+    put_timeout: float = _option(
+        "duration", 60.0, "Deadline of a put or delete for which the caller gave none.", minimum=1e-3
+    )
+    buffer_pool_bytes: int = _option(
+        "size", 1 << 30, "Memory of the buffer pool; mapped at open, used as needed, never exceeded.", minimum=1 << 20
+    )
+    write_queue_bytes: int = _option(
+        "size", 256 << 20, "Background writes that may wait; what does not fit is dropped and said to be.", minimum=0
+    )
+    backend_options: Mapping[str, Mapping[str, object]] = _option(
+        "map", {}, "Options of backends, by scheme or URL; the only place in a file or keyword for secrets of backends."
+    )
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if value is not option.default:
+                given = value if isinstance(value, Given) else Given(value, self.sources.get(option.name, "given"))
+                object.__setattr__(self, option.name, given.parse(option))
+        if not self.remote_url:
+            raise ConfigError("no remote_url is given; name a backend, for instance file:///mnt/kv or memory://")
+        names = [self.backend_name(url) for url in self.remote_url]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"remote_url names {', '.join(twice)} twice; give each its own option 'name'")
+
+    def backend_overrides(self, url: BackendURL) -> dict[str, object]:
+        """The options that `backend_options` holds for one of `remote_url`: for its scheme, then for it alone."""
+        return {**self.backend_options.get(url.scheme, {}), **self.backend_options.get(url.base, {})}
+
+    def backend_name(self, url: BackendURL) -> str:
+        """The name of one of `remote_url` in placement: its option `name`, or the URL without its options."""
+        given = self.backend_overrides(url).get("name", url.options.get("name", url.base))
+        return str(given.value if isinstance(given, Given) else given)
+
+    def __repr__(self) -> str:
+        shown = [f"{o.name}={getattr(self, o.name)!r}" for o in OPTIONS if o.kind not in ("urls", "map")]
+        hidden = {place: sorted(options) for place, options in self.backend_options.items()}
+        urls = ", ".join(repr(str(url)) for url in self.remote_url)
+        return f"Config(remote_url=[{urls}], {', '.join(shown)}, backend_options={hidden!r})"
+
+    def describe(self) -> str:
+        """A table of option, value and where it came from, and the notes. Secrets are masked. Imports the backends."""
+        rows = [("option", "value", "from")]
+        for option in OPTIONS:
+            if option.kind != "map":
+                value = getattr(self, option.name)
+                text = ", ".join(map(str, value)) if option.kind == "urls" else show_value(option, value)
+                rows.append((option.name, text, self.sources.get(option.name, "default")))
+        for url in self.remote_url:
+            rows += [(f"{url.base} {name}", value, source) for name, value, source in self._describe_backend(url)]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _describe_backend(self, url: BackendURL) -> Iterable[tuple[str, str, str]]:
+        overrides = self.backend_overrides(url)
+        backend = backend_class(url.scheme)
+        secret = {option.name for option in (*backend.options, *wrapper_options()) if option.secret}
+        values = {name: value for part in split_options(url, backend, overrides) for name, value in part.items()}
+        for name in sorted({*url.options, *overrides}):
+            given = overrides.get(name)
+            source = given.source if isinstance(given, Given) else "URL" if given is None else "backend_options"
+            yield name, "…" if name in secret else str(values[name]), source
+
+
+def _definitions() -> tuple[StoreOption, ...]:
+    found = []
+    for f in fields(Config):
+        if "option" in f.metadata:
+            kind, default, doc, more = f.metadata["option"]
+            found.append(StoreOption(f.name, kind, default, doc, **more))
+    return tuple(found)
+
+
+OPTIONS: tuple[StoreOption, ...] = _definitions()
+"""The options of the store, in the manual's order. The fields of `Config` are their definition."""
+
+_BY_NAME = {option.name: option for option in OPTIONS}
+
+
+class _Layers:
+    """Options as they are gathered, one source after the other; a later source wins."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Given] = {}
+        self.backend: list[tuple[str, str, Given]] = []  # place, option, value; later ones win
+        self.notes: list[str] = []
+
+    def add(self, layer: Mapping[str, Given], *, tolerant: bool = False) -> None:
+        """Add one source. `tolerant`: note an unknown name, as it is another program's."""
+        seen: dict[str, str] = {}
+        for name, given in layer.items():
+            target = self._target(name, given, tolerant=tolerant)
+            if target is None:
+                continue
+            if target in seen:
+                raise ConfigError(f"options {seen[target]!r} and {name!r} mean the same ({given.source}); give one")
+            seen[target] = name
+            if target == "backend_options":
+                self.add_backend(given)
+            else:
+                self.values[target] = self._checked(name, target, given)
+
+    def _target(self, name: str, given: Given, *, tolerant: bool) -> str | None:
+        """The option a name stands for, or None if it was dealt with."""
+        if name in _BY_NAME:
+            return name
+        if name in ALIASES:
+            return ALIASES[name].name
+        if name in UNUSED:
+            note = resolve_unused(name, given)
+        elif tolerant:
+            note = f"{name!r} is not known ({given.source}); it is not used"
+        else:
+            known = [*_BY_NAME, *(alias for alias in ALIASES if alias not in _BY_NAME)]
+            raise ConfigError(f"{unknown_option(name, known, where='the store')} ({given.source})")
+        if note:
+            self.notes.append(note)
+        return None
+
+    @staticmethod
+    def _checked(name: str, target: str, given: Given) -> Given:
+        """The typed value; messages name the option as the user did."""
+        option = _BY_NAME[target]
+        if name in ALIASES and name != target:
+            option = dataclasses.replace(option, name=name)
+            given = Given(with_unit(given.value, ALIASES[name].unit), given.source)
+        return Given(given.parse(option), given.source)
+
+    def add_backend(self, given: Given) -> None:
+        """Add a `backend_options` map: what is for a scheme, then what is for one URL."""
+        places: dict[str, dict[str, object]] = given.parse(_BY_NAME["backend_options"])
+        for place in sorted(places, key=lambda place: "://" in place):
+            self.backend += [(place, name, Given(value, given.source)) for name, value in places[place].items()]
+
+    def config(self) -> Config:
+        urls: tuple[BackendURL, ...] = self.values["remote_url"].value if "remote_url" in self.values else ()  # type: ignore[assignment]
+        resolved: dict[str, dict[str, Given]] = {}
+        for place, name, given in self.backend:
+            matching = [url for url in urls if place in (url.scheme, url.base)]
+            for url in matching:
+                resolved.setdefault(url.base, {})[name] = given
+            if not matching:
+                self.notes.append(
+                    f"option {name!r} of {place} is not used ({given.source}): remote_url names no such backend"
+                )
+        return Config(
+            **{name: given.value for name, given in self.values.items()},  # type: ignore[arg-type]
+            backend_options=resolved,
+            sources={name: given.source for name, given in self.values.items()},
+            notes=tuple(self.notes),
+        )
+
+
+def load_config(
+    remote_url: object = None,
+    *,
+    config_file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    **options: object,
+) -> Config:
+    """Gather the options of a store from all sources.
+
+    Args:
+        remote_url: a URL or a list of URLs; None leaves it to the other sources.
+        config_file: YAML; overrides `KVSTORE_CONFIG_FILE` and `LMCACHE_CONFIG_FILE`.
+        env: the environment; None means this process's.
+        options: keyword options, typed or as text.
+
+    Raises:
+        ConfigError: an unknown option, or a bad, empty or missing value; names the option and its source. A file that
+            cannot be read or is not YAML.
+    """
+    env = os.environ if env is None else env
+    layers = _Layers()
+    path = config_file if config_file is not None else _file_of(env)
+    if path is not None:
+        source = f"in {os.fspath(path)}"
+        layers.add({name: Given(value, source) for name, value in _read(path).items()})
+    for prefix in _ENV_PREFIXES:
+        layer, backend = _environment(env, prefix)
+        layers.add(layer, tolerant=prefix != "KVSTORE_")
+        layers.backend += backend
+    if remote_url is not None:
+        options["remote_url"] = remote_url
+    layers.add({name: Given(value, f"from keyword {name}") for name, value in options.items()})
+    config = layers.config()
+    if config.notes:
+        logger.warning("configuration: %s", "; ".join(config.notes))
+    return config
+
+
+def _file_of(env: Mapping[str, str]) -> str | None:
+    for variable in _FILE_VARIABLES:
+        if variable in env:
+            if not env[variable].strip():
+                raise ConfigError(f"environment variable {variable} is empty; name a file or unset it")
+            return env[variable]
+    return None
+
+
+def _environment(env: Mapping[str, str], prefix: str) -> tuple[dict[str, Given], list[tuple[str, str, Given]]]:
+    """The options, and the options of backends, that variables with a prefix give."""
+    layer: dict[str, Given] = {}
+    backend: list[tuple[str, str, Given]] = []
+    for variable in sorted(name for name in env if name.startswith(prefix)):
+        if variable in _FILE_VARIABLES:
+            continue
+        name = variable.removeprefix(prefix).lower()
+        given = Given(env[variable], f"from environment variable {variable}")
+        if name in _BY_NAME or name in ALIASES or name in UNUSED:
+            layer[name] = given
+        elif _OTHER_VARIABLES.fullmatch(variable) or _SERVICE_VARIABLES.fullmatch(f"{variable}={env[variable]}"):
+            continue
+        elif prefix == "KVSTORE_" and (found := _backend_variable(name)):
+            backend.append((*found, given))
+        else:
+            layer[name] = given  # unknown
+    return layer, backend
+
+
+def _backend_variable(name: str) -> tuple[str, str] | None:
+    """(scheme, option) of `<scheme>_<option>`; characters that a variable cannot have stand as underscores."""
+    for scheme in sorted(known_schemes(), key=len, reverse=True):
+        prefix = re.sub(r"[^a-z0-9]", "_", scheme) + "_"
+        if name.startswith(prefix) and len(name) > len(prefix):
+            return scheme, name.removeprefix(prefix)
+    return None
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, object]:
+    """The top-level map of a YAML file; an empty file has no options."""
+    shown = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"the configuration file {shown} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"the configuration file {shown} is not UTF-8 text") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the configuration file {shown} is larger than {_MAX_FILE_BYTES} bytes")
+    value = _yaml(text, f"the configuration file {shown}")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"the configuration file {shown} must hold a map from option names to values")
+    return value
+
+
+def _yaml(text: str, what: str) -> object:
+    """Parse YAML safely. A key given twice is an error. No message shows a line of the text: it may hold a secret."""
+    import yaml
+
+    class Twice(yaml.MarkedYAMLError):
+        pass
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in seen:
+                        raise Twice(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        # What stands in quotes is taken from the text ("found undefined alias 'hunter2'"), but for our own message.
+        problem = error.problem if isinstance(error, Twice) else re.sub(r"'.*'", "'…'", error.problem or "malformed")
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{what} is not valid YAML{where}: {problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        raise ConfigError(f"{what} is not valid YAML") from None

@@ -1,0 +1,75 @@
+"""The manual of all options, printed from their definitions: `python -m kvstore.manual > docs/options.md`."""
+
+from __future__ import annotations
+
+import sys
+
+from . import _lmcache
+from .config import OPTIONS
+from .options import format_manual
+from .registry import scheme_manual
+
+__all__ = ["manual"]
+
+_HEAD = """\
+# Options
+
+This file is printed by `python -m kvstore.manual > docs/options.md` from the definitions in the code; a test compares
+the two.
+
+## Where options come from
+
+Each source overrides the one before it: **defaults < URL < file < environment < keyword**.
+
+| source | how |
+|---|---|
+| URL | options of that one backend: `file:///mnt/kv?option=value&option=value`, percent-encoded; never a secret |
+| file | YAML, named by `open_store(config_file=…)`, `KVSTORE_CONFIG_FILE` or `LMCACHE_CONFIG_FILE` |
+| environment | `KVSTORE_<OPTION>`; `LMCACHE_<OPTION>` too, ours win; `KVSTORE_<SCHEME>_<OPTION>` for a backend's |
+| keyword | `open_store("file:///mnt/kv", chunk_size=512)` |
+
+`remote_url` is one URL, several separated by commas, or a list; over several the keys are spread. Options of backends
+stand in the URL, or in `backend_options` by scheme or by URL; what is given for a URL overrides what the same source
+gives for its scheme:
+
+```yaml
+remote_url: [file:///mnt/a, file:///mnt/b]
+chunk_size: 256
+backend_options:
+  file: {weight: 1}
+  file:///mnt/b: {weight: 2}
+```
+
+Sizes are bytes or carry a unit: `4096`, `64KiB`, `1.5GiB` (binary), `10GB` (decimal). Durations are seconds or carry a
+unit: `200ms`, `5s`, `2min`, `1h`. An unknown option and an empty, null or ill-typed value are errors that name the
+option and its source. Checksums are always verified; there is no option against it.
+"""
+
+_LMCACHE = """\
+## LMCache's names
+
+An LMCache configuration file (in-process mode) and `LMCACHE_*` variables are read as they are. What means the same is
+used, with LMCache's units. What has no meaning here is noted (`Config.notes`, and one line in the log) if its absence
+changes speed only, and refused if it changes what is stored, found or computed. LMCache's own defaults are passed over.
+"""
+
+
+def manual() -> str:
+    """The manual as Markdown. Imports the backends of this distribution."""
+    return (
+        "\n\n".join(
+            part.strip()
+            for part in (
+                _HEAD,
+                "## The store\n\n" + format_manual(OPTIONS),
+                "## Backends\n\n" + scheme_manual(),
+                _LMCACHE,
+                _lmcache.manual(),
+            )
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(manual())

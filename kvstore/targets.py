@@ -1,0 +1,93 @@
+"""A backend as the store sees it: with its wrappers, its lanes and its counters; and what travels with a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .backend import Backend, Capability, Limits
+from .buffers import Buffer
+from .errors import ConfigError
+from .keys import Key
+from .record import RecordSpec
+from .scheduler import LaneGroup
+
+__all__ = ["Counters", "Item", "Target", "Want"]
+
+
+class Want(NamedTuple):
+    """One record, or a run of its segments, to read.
+
+    Attributes:
+        dst: writable flat bytes: one view for all wanted segments, or one view per segment. Exactly as long as the
+            raw segments are. Until the completion is settled it belongs to the store.
+        spec: shape of the record: `kv_spec(layout, dtype, tokens)` or `opaque_spec(nbytes)`.
+        first: first segment (layer) wanted.
+        num_segments: how many; None means all from `first` on.
+        hold: pool buffer that `dst` lies in. It is pinned while I/O runs, so it may be released at any time.
+    """
+
+    key: Key
+    dst: memoryview | Sequence[memoryview]
+    spec: RecordSpec
+    first: int = 0
+    num_segments: int | None = None
+    hold: Buffer | None = None
+
+
+class Item(NamedTuple):
+    """One record to store.
+
+    Attributes:
+        segments: raw bytes of each segment (layer), flat views as long as `spec` says. They are not copied: until
+            the completion is settled they must not change.
+        meta: small map of msgpack values, kept in the record's header: model, dtype, token range, rotary state, …
+        parent: key of the chunk before this one in its prefix (a hint for eviction).
+        hold: pool buffer that the segments lie in. It is pinned while I/O runs, so it may be released at any time.
+    """
+
+    key: Key
+    segments: Sequence[memoryview]
+    spec: RecordSpec
+    meta: Mapping[str, Any] = {}
+    parent: Key | None = None
+    hold: Buffer | None = None
+
+
+def flat_bytes(view: object, *, writable: bool) -> memoryview:
+    """`view` as a flat view of bytes, without copying. Raises `ConfigError` if it is not contiguous or not writable."""
+    try:
+        flat = view if isinstance(view, memoryview) else memoryview(view)  # type: ignore[arg-type]
+        if flat.format != "B" or flat.ndim != 1:
+            flat = flat.cast("B")
+    except TypeError as error:
+        raise ConfigError(f"{type(view).__name__} is not contiguous memory: {error}") from error
+    if not flat.c_contiguous:
+        raise ConfigError("the memory is not contiguous")
+    if writable and flat.readonly:
+        raise ConfigError("the destination is read-only")
+    return flat
+
+
+@dataclass(slots=True)
+class Target:
+    """One backend of a store."""
+
+    index: int
+    name: str
+    backend: Backend
+    lanes: LaneGroup
+    limits: Limits
+    capabilities: Capability
+
+
+@dataclass
+class Counters:
+    """What a store counts: plain integers, added to once per job under the store's lock."""
+
+    values: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self.values[name] += amount

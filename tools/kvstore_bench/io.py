@@ -1,0 +1,479 @@
+"""`kvstore-bench io`: put and get of records of many sizes, each next to the ceiling of the same run.
+
+Without a URL: the embedded default, `memory://` and `file://` in a temporary folder, and the whole store over both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import ConfigError
+from kvstore.options import parse_size
+
+from .workload import size_name
+
+if TYPE_CHECKING:
+    from kvstore.registry import BackendURL
+
+    from .ceilings import Lanes
+    from .measure import Side
+    from .report import Report, Row
+    from .targets import Target
+
+__all__ = ["Plan", "add_arguments", "plan_run", "run", "run_io"]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DEFAULT_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+QUICK_SIZES = (64 * KIB, MIB, 16 * MIB)
+OPS = ("put", "get")
+DEFAULT_MEMORY = GIB
+DEFAULT_BATCH_BYTES = 128 * MIB  # per direction: well out of the caches, quick to move
+MOST_BATCH, LEAST_BATCH = 64, 4
+REGIONS = 4  # sources, destinations, the copy a memory backend keeps, and room for what it has not freed yet
+MOST_LANES = 64
+TINY_BYTES, TINY_BATCH = 256, 64
+CALL_TIMEOUT_S = 60.0
+
+BARS: dict[str, float] = {
+    "io.memory.get.16MiB.ratio": 0.85,
+    "io.file.get.16MiB.ratio": 0.90,
+    "io.file.put.16MiB.ratio": 0.85,
+    "io.store_file.get.16MiB.ratio": 0.75,
+    "io.store_memory.overhead_us_per_key": 15.0,
+}
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured now, how many rows are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, checked.
+
+    Attributes:
+        sizes: bytes per record, as asked.
+        batches: records per pass, for each size.
+        ops: in the order measured.
+        lanes: threads of ours, or None to find the best number.
+        repeats: pairs of passes per row.
+        pass_s, budget_s: aim of one pass and limit of one row, seconds.
+        memory_bytes: limit of the working set.
+    """
+
+    sizes: tuple[int, ...]
+    batches: tuple[int, ...]
+    ops: tuple[str, ...]
+    lanes: int | None
+    repeats: int
+    pass_s: float
+    budget_s: float
+    memory_bytes: int
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of the largest batch, on whole pages."""
+        return max(n * (-(-size // 4096) * 4096) for n, size in zip(self.batches, self.sizes, strict=True))
+
+
+def plan_run(
+    *,
+    sizes: Sequence[int] | None = None,
+    ops: Sequence[str] = OPS,
+    batch: int | None = None,
+    lanes: int | None = None,
+    repeats: int | None = None,
+    quick: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY,
+) -> Plan:
+    """Check what was asked for and choose the rest.
+
+    Raises:
+        ConfigError: a size, op or number makes no sense, or one record of a size does not fit into the memory limit.
+    """
+    chosen = tuple(dict.fromkeys(sizes if sizes is not None else QUICK_SIZES if quick else DEFAULT_SIZES))
+    if not chosen or min(chosen) < 1:
+        raise ConfigError("--sizes: every size must be at least 1 byte; write for instance 64KiB,1MiB,16MiB")
+    wanted = tuple(dict.fromkeys(ops))
+    for op in wanted:
+        if op not in OPS:
+            raise ConfigError(f"--ops: {op!r} is not known; known operations: {', '.join(OPS)}")
+    if not wanted:
+        raise ConfigError(f"--ops: name at least one of {', '.join(OPS)}")
+    for name, value in (("--batch", batch), ("--lanes", lanes), ("--repeats", repeats)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    if lanes is not None and lanes > MOST_LANES:
+        raise ConfigError(f"--lanes must be at most {MOST_LANES}, not {lanes}")
+    batches = []
+    for size in chosen:
+        fit = memory_bytes // (REGIONS * -(-size // 4096) * 4096)
+        if fit < 1:
+            raise ConfigError(
+                f"records of {size_name(size)} need {size_name(REGIONS * size)} of memory, and --memory allows "
+                f"{size_name(memory_bytes)}; raise --memory or leave the size out"
+            )
+        asked = batch or max(LEAST_BATCH, min(MOST_BATCH, DEFAULT_BATCH_BYTES // size))
+        batches.append(min(asked, fit))
+    return Plan(
+        sizes=chosen,
+        batches=tuple(batches),
+        ops=tuple(op for op in OPS if op in wanted),
+        lanes=lanes,
+        repeats=repeats or (5 if quick else 9),
+        pass_s=0.04 if quick else 0.08,
+        budget_s=1.5 if quick else 4.0,
+        memory_bytes=memory_bytes,
+    )
+
+
+def run_io(
+    urls: Sequence[str] = (),
+    *,
+    sizes: Sequence[int] | None = None,
+    ops: Sequence[str] = OPS,
+    batch: int | None = None,
+    lanes: int | None = None,
+    repeats: int | None = None,
+    quick: bool = False,
+    store: bool | None = None,
+    memory_bytes: int = DEFAULT_MEMORY,
+    progress: Progress | None = None,
+    command: str = "",
+) -> Report:
+    """Measure and return the report. Everything put is deleted again, also after an exception or Ctrl-C.
+
+    Args:
+        urls: backends; none means the embedded default.
+        sizes: bytes per record.
+        ops: "put", "get" or both.
+        batch: records per pass; default by size, 4 to 64. Shrinks so that the working set keeps to `memory_bytes`.
+        lanes: threads that call; None tries 1, 2, 4, … and takes the best. The memory ceiling uses the same number.
+        repeats: pairs of passes per row; their medians are reported.
+        quick: fewer sizes and repeats: under a minute on two slow cores.
+        store: also measure the whole store over each URL; None: only for the embedded default.
+        memory_bytes: limit of the working set: buffers of both directions and what a memory backend keeps.
+        progress: called before each row.
+        command: shown in the report; must not hold secrets.
+
+    Raises:
+        ConfigError: a URL, size, operation or number makes no sense, or there is not enough room on the disk.
+        KVStoreError: a backend cannot be used at all.
+        OSError: the raw files of the ceiling cannot be written.
+    """
+    plan = plan_run(
+        sizes=sizes, ops=ops, batch=batch, lanes=lanes, repeats=repeats, quick=quick, memory_bytes=memory_bytes
+    )
+    from kvstore.registry import parse_url
+
+    parsed = [parse_url(url) for url in urls]
+    with contextlib.ExitStack() as stack:
+        return _Run(plan, stack, progress).go(parsed, store=not urls if store is None else store, command=command)
+
+
+class _Run:
+    """One run: the open things, the shared memory, the rows so far."""
+
+    def __init__(self, plan: Plan, stack: contextlib.ExitStack, progress: Progress | None) -> None:
+        from kvstore import __version__
+
+        from .ceilings import Lanes
+        from .report import Report
+
+        self.plan, self.stack = plan, stack
+        self.progress = progress or (lambda what, done, total: None)
+        self.report = Report("io", version=__version__)
+        self.pool: Lanes = stack.enter_context(Lanes(MOST_LANES))
+        self.run_id = secrets.token_hex(8)
+        self.done = self.total = 0
+        self.labels: dict[str, int] = {}
+
+    def go(self, urls: Sequence[BackendURL], *, store: bool, command: str) -> Report:
+        from .machine import machine_facts
+        from .workload import Region
+
+        self.report.command = command
+        self.report.started = datetime.now().astimezone().isoformat(timespec="seconds")
+        self.report.machine = machine_facts()
+        begin = time.monotonic()
+        pairs = list(self._open(urls, store=store))
+        per_target = len(self.plan.sizes) * len(self.plan.ops)
+        tiny = [target for target, _ in pairs if target.scheme == "store_memory"]
+        self.total = per_target * sum(target not in tiny for target, _ in pairs) + 2 * len(tiny)
+        room = max(self.plan.region_bytes, TINY_BATCH * 4096)
+        self.regions = Region(room), Region(room)
+        for target, folder in pairs:
+            if target in tiny:
+                self._overhead(target)
+            else:
+                self._target(target, folder)
+        self.report.seconds = time.monotonic() - begin
+        return self.report
+
+    def _open(self, urls: Sequence[BackendURL], *, store: bool) -> Iterator[tuple[Target, Path | None]]:
+        """The targets and, for files, the folder for the raw files of the ceiling. All are closed with the stack."""
+        from kvstore.registry import BackendURL
+
+        from .targets import BackendTarget, StoreTarget
+
+        if not urls:
+            root = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-")))
+            (root / "file").mkdir()
+            urls = [BackendURL("memory"), BackendURL("file", path=str(root / "file"))]
+        for url in urls:
+            target = self._close_later(BackendTarget(url))
+            folder = self._raw_folder(Path(url.path)) if url.scheme == "file" else None
+            yield self._named(target), folder
+            if store and url.scheme in ("memory", "file"):
+                queue = 2 * self.plan.region_bytes + 64 * MIB
+                whole = self._close_later(StoreTarget(url, lanes=self.plan.lanes, queue_bytes=queue))
+                yield self._named(whole), folder
+
+    def _close_later(self, target: Target) -> Target:
+        self.stack.callback(target.close)
+        return target
+
+    def _named(self, target: Target) -> Target:
+        """Two URLs of one scheme get different labels, so that figures keep unique names."""
+        seen = self.labels[target.scheme] = self.labels.get(target.scheme, 0) + 1
+        if seen > 1:
+            target.scheme = f"{target.scheme}_{seen}"
+        return target
+
+    def _raw_folder(self, root: Path) -> Path:
+        """A temporary folder on the file system of `root`: beside it, or inside where beside is elsewhere."""
+        beside = root.parent
+        if not (os.access(beside, os.W_OK) and os.stat(beside).st_dev == os.stat(root).st_dev):
+            beside = root
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix=".kvstore-bench-raw-", dir=beside)))
+        self._check_room(folder)
+        from .machine import file_system
+
+        systems = self.report.machine.setdefault("file_systems", {})
+        systems[str(root)] = file_system(str(root))
+        return folder
+
+    def _check_room(self, folder: Path) -> None:
+        need = 3 * self.plan.region_bytes + 64 * MIB
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            raise ConfigError(
+                f"the file system of {folder.parent} has {free / MIB:.0f} MiB free, and these sizes need "
+                f"{need / MIB:.0f} MiB; use smaller --sizes, a smaller --batch or another folder (TMPDIR)"
+            )
+
+    def _target(self, target: Target, folder: Path | None) -> None:
+        from .report import Figure
+
+        for size, count in zip(self.plan.sizes, self.plan.batches, strict=True):
+            if size > target.max_bytes:
+                self.report.notes.append(
+                    f"{target.scheme}: {size_name(size)} is left out; the largest record is "
+                    f"{size_name(target.max_bytes)}"
+                )
+                self._step("", len(self.plan.ops))
+                continue
+            for op in self.plan.ops:
+                self._step(f"{target.scheme} {op} {size_name(size)}", 0)
+                row = self._row(target, op, size, count, folder)
+                self._step("", 1)
+                self.report.rows.append(row)
+                name = f"io.{target.scheme}.{op}.{size_name(size)}.ratio"
+                self.report.figures[name] = Figure(round(row.ratio, 4), "ratio", "higher", BARS.get(name))
+
+    def _overhead(self, target: Target) -> None:
+        """The whole store per key: 64 tiny records per call on `memory`, nothing subtracted."""
+        from .report import Figure
+
+        for op in OPS:
+            self._step(f"{target.scheme} {op}, 64 tiny records", 0)
+            row = self._row(target, op, TINY_BYTES, TINY_BATCH, None, tiny=True)
+            self._step("", 1)
+            self.report.rows.append(row)
+            name = f"io.{target.scheme}.{'' if op == 'get' else 'put_'}overhead_us_per_key"
+            figure = Figure(round(row.seconds / TINY_BATCH * 1e6, 2), "us/key", "lower", BARS.get(name))
+            self.report.figures[name] = figure
+
+    def _step(self, what: str, count: int) -> None:
+        self.done += count
+        self.progress(what, self.done, self.total)
+
+    def _ceiling(self, op: str, keys: Sequence[bytes], work: Any, folder: Path | None, *, tiny: bool) -> Side:
+        from .ceilings import Memcpy, PythonLoop, ReadFiles, WriteFiles
+
+        if tiny:
+            return PythonLoop(op, keys, work.sources, work.destinations)
+        if folder is None:
+            return Memcpy(work.sources, work.destinations)
+        if op == "get":
+            return ReadFiles(folder, work.sources, work.destinations)
+        return WriteFiles(folder, work.sources)
+
+    def _row(self, target: Target, op: str, size: int, count: int, folder: Path | None, *, tiny: bool = False) -> Row:
+        from .measure import GetSide, PutSide, lane_counts, measure
+        from .report import Ceiling, Row
+        from .workload import Workload
+
+        plan = self.plan
+        names = f"{self.run_id}/{target.scheme}/{op}"
+        work = Workload(*self.regions, count=count, nbytes=size, make_key=target.key, run_id=names)
+        ceiling = self._ceiling(op, work.new_keys(), work, folder, tiny=tiny)
+        ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S)
+        same = folder is None and not target.whole
+        most = min(count, target.lanes, MOST_LANES)
+        cores = len(os.sched_getaffinity(0))
+        our_lanes = [min(plan.lanes, count)] if plan.lanes else lane_counts(most)
+        ceiling_lanes = [1] if tiny else lane_counts(min(count, max(4, cores), MOST_LANES))
+        if target.whole:
+            our_lanes = [1]
+        elif same:
+            our_lanes = our_lanes if plan.lanes else ceiling_lanes
+        try:
+            filled = ours.fill(self.pool, our_lanes[-1]) if isinstance(ours, GetSide) else True
+            measured = None
+            verified = filled and ours.verify(self.pool, our_lanes[0])
+            if filled:
+                measured = measure(
+                    self.pool, ours, ceiling, our_lanes=our_lanes, ceiling_lanes=ceiling_lanes, same_lanes=same,
+                    repeats=plan.repeats, pass_s=plan.pass_s, budget_s=plan.budget_s,
+                )  # fmt: skip
+                verified = ours.verify(self.pool, measured.lanes) and verified
+        finally:
+            ceiling.close()
+            ours.close()
+        for kind, message in ours.failures.messages.items():
+            self.report.notes.append(f"{target.scheme} {op} {size_name(size)}: {kind}: {message}")
+        return Row(
+            url=target.url,
+            scheme=target.scheme,
+            op=op,
+            size_bytes=size,
+            batch=count,
+            lanes=measured.lanes if measured and not target.whole else target.lanes,
+            seconds=measured.seconds if measured else 0.0,
+            gbytes_per_s=measured.speed / 1e9 if measured else 0.0,
+            ceiling=Ceiling(ceiling.name, measured.ceiling_speed / 1e9 if measured else 0.0),
+            ratio=measured.ratio if measured else 0.0,
+            p50_ms=percentile_ms(measured.calls, 0.5) if measured else 0.0,
+            p99_ms=percentile_ms(measured.calls, 0.99) if measured else 0.0,
+            cpu_s_per_gib=measured.cpu_s_per_byte * GIB if measured else 0.0,
+            verified=verified,
+            failed=ours.failures.count,
+        )
+
+
+def percentile_ms(seconds: Sequence[float], share: float) -> float:
+    """A percentile of call times, in milliseconds."""
+    from .measure import percentile
+
+    return percentile(seconds, share) * 1e3
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_size(part.strip(), name="--sizes") for part in text.split(",") if part.strip()]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `kvstore-bench io`."""
+    parser.add_argument("urls", nargs="*", metavar="URL", help="backends to measure; none: memory:// and file:// here")
+    parser.add_argument("--sizes", metavar="LIST", help="record sizes, e.g. 64KiB,1MiB,16MiB (default 64KiB…64MiB)")
+    parser.add_argument("--batch", type=int, metavar="N", help="records per pass (default 4 to 64, by size)")
+    parser.add_argument("--lanes", type=int, metavar="N", help="threads that call (default: the best of 1, 2, 4, …)")
+    parser.add_argument("--ops", default="put,get", metavar="LIST", help="get, put or both (default put,get)")
+    parser.add_argument("--quick", action="store_true", help="three sizes, fewer repeats: under a minute")
+    parser.add_argument("--repeats", type=int, metavar="N", help="pairs of passes per row (default 9, quick 5)")
+    parser.add_argument(
+        "--store",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also the whole, verified store over memory and file URLs (default: only without URL)",
+    )
+    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="limit of the working set (default 1GiB)")
+    parser.add_argument("--json", metavar="FILE", help="write rows and figures as JSON; - is standard output")
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_io` raises."""
+    _check_writable(args.json, args.html)
+    ops = [part.strip() for part in args.ops.split(",") if part.strip()]
+    with _progress_bar() as progress:
+        report = run_io(
+            args.urls,
+            sizes=_sizes(args.sizes) if args.sizes is not None else None,
+            ops=ops,
+            batch=args.batch,
+            lanes=args.lanes,
+            repeats=args.repeats,
+            quick=args.quick,
+            store=args.store,
+            memory_bytes=parse_size(args.memory, name="--memory"),
+            progress=progress,
+            command=_command(args),
+        )
+    report.print_table(sys.stderr if args.json == "-" else sys.stdout)
+    if args.json:
+        report.write_json(args.json)
+    if args.html:
+        report.write_html(args.html)
+        print(f"wrote {args.html}", file=sys.stderr)
+    return 0 if report.ok else 1
+
+
+def _check_writable(*paths: str | None) -> None:
+    """Before minutes of measuring, not after: the folders of the outputs exist and can be written to."""
+    for path in paths:
+        if not path or path == "-":
+            continue
+        place = path if os.path.exists(path) else os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.access(place, os.W_OK):
+            raise ConfigError(f"cannot write to {path!r}: it is a folder, its folder is missing, or access is denied")
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line again; a URL with a secret in it does not get this far."""
+    words = ["kvstore-bench", "io", *args.urls]
+    for name in ("sizes", "batch", "lanes", "repeats", "json", "html"):
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    for name, default in (("ops", "put,get"), ("memory", "1GiB")):
+        if getattr(args, name) != default:
+            words += [f"--{name}", str(getattr(args, name))]
+    if args.quick:
+        words.append("--quick")
+    if args.store is not None:
+        words.append("--store" if args.store else "--no-store")
+    return shlex.join(words)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Progress | None]:
+    """A bar on standard error if that is a terminal, else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=what or None)
+
+        yield show
