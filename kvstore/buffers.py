@@ -326,9 +326,7 @@ class BufferPool:
         self._waiters: deque[threading.Event] = deque()
         self._in_use = self._buffers = self._pinned = self._quarantined = 0
         self._closed = False
-        if self._canary:
-            for slab in self.slabs:
-                ctypes.memset(_address(slab.view), CANARY, slab.nbytes)
+        self._filled = [0] * len(sizes)  # canary mode: memory below this was handed out before, or filled
 
     def _round(self, nbytes: int) -> int:
         return (max(nbytes, 1) + self._alignment - 1) & -self._alignment
@@ -429,6 +427,9 @@ class BufferPool:
                 for index, start, taken in got:
                     self._free[index].put(start, taken)
                 return None
+        if self._canary:
+            for index, start, span in got:
+                self._fill_first_time(index, start + span)
         self._in_use += sum(spans)
         self._buffers += len(spans)
         return [Buffer(self, *place, nbytes) for place, nbytes in zip(got, sizes, strict=True)]
@@ -450,6 +451,13 @@ class BufferPool:
     def _wake_first(self) -> None:
         if self._waiters:
             self._waiters[0].set()
+
+    def _fill_first_time(self, index: int, end: int) -> None:
+        """Fill memory of a slab up to `end` that was never handed out: a large pool is not touched as a whole."""
+        filled = self._filled[index]
+        if end > filled:  # best fit takes the beginning of a run, so all below was handed out once
+            ctypes.memset(_address(self.slabs[index].view) + filled, CANARY, end - filled)
+            self._filled[index] = end
 
     def _check_canary(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -26,6 +26,7 @@ from .errors import ConfigError
 from .keys import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from .options import Option, show_value, unknown_option
 from .registry import (
+    PLACEMENT_OPTIONS,
     SCHEMES,
     BackendURL,
     Given,
@@ -193,32 +194,41 @@ class Config:
     def __repr__(self) -> str:
         shown = [f"{o.name}={getattr(self, o.name)!r}" for o in OPTIONS if o.kind not in ("urls", "map")]
         hidden = {place: sorted(options) for place, options in self.backend_options.items()}
-        urls = ", ".join(repr(str(url)) for url in self.remote_url)
+        urls = ", ".join(repr(url.shown) for url in self.remote_url)
         return f"Config(remote_url=[{urls}], {', '.join(shown)}, backend_options={hidden!r})"
 
     def describe(self) -> str:
-        """A table of option, value and where it came from, and the notes. Secrets are masked. Imports the backends."""
+        """A table of option, value and where it came from; then what is wrong with backends, and the notes.
+
+        Secrets are masked. Imports the backends, but opens none.
+        """
         rows = [("option", "value", "from")]
         for option in OPTIONS:
             if option.kind != "map":
                 value = getattr(self, option.name)
-                text = ", ".join(map(str, value)) if option.kind == "urls" else show_value(option, value)
+                text = ", ".join(url.shown for url in value) if option.kind == "urls" else show_value(option, value)
                 rows.append((option.name, text, self.sources.get(option.name, "default")))
+        remarks = [f"note: {note}" for note in self.notes]
         for url in self.remote_url:
-            rows += [(f"{url.base} {name}", value, source) for name, value, source in self._describe_backend(url)]
+            try:
+                rows += [(f"{url.base} {name}", value, source) for name, value, source in self._describe_backend(url)]
+            except ConfigError as error:
+                remarks.append(f"error: {url.base}: {error}")
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *remarks])
 
-    def _describe_backend(self, url: BackendURL) -> Iterable[tuple[str, str, str]]:
+    def _describe_backend(self, url: BackendURL) -> list[tuple[str, str, str]]:
         overrides = self.backend_overrides(url)
         backend = backend_class(url.scheme)
-        secret = {option.name for option in (*backend.options, *wrapper_options()) if option.secret}
         values = {name: value for part in split_options(url, backend, overrides) for name, value in part.items()}
-        for name in sorted({*url.options, *overrides}):
-            given = overrides.get(name)
-            source = given.source if isinstance(given, Given) else "URL" if given is None else "backend_options"
-            yield name, "…" if name in secret else str(values[name]), source
+        rows = []
+        for option in (*backend.options, *wrapper_options(), *PLACEMENT_OPTIONS):
+            given = overrides.get(option.name)
+            if given is not None or option.name in url.options:
+                source = given.source if isinstance(given, Given) else "in the URL" if given is None else "given"
+                rows.append((option.name, show_value(option, values[option.name]), source))
+        return rows
 
 
 def _definitions() -> tuple[StoreOption, ...]:

@@ -333,6 +333,8 @@ class Reader:
                 if outcome.status is not Status.OK:
                     return outcome
                 header, staged = parse_header(longer[: outcome.nbytes], key=flight.key), longer[: outcome.nbytes]
+            if header.kind != flight.spec.kind:  # keys of the two kinds never meet: the header lies
+                return _SUSPECT
             if not header.matches(flight.spec):
                 message = (
                     f"the record holds {header.raw_bytes} bytes in {len(header.segments)} segments,"

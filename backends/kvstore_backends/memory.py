@@ -16,8 +16,10 @@ moment, are passed over: removing them would give no memory back. If nothing els
 its deadline and never longer than 5 seconds, then ends in `PoolExhausted`. A put does not evict records of its own
 batch, nor those that lead up to them; what it cannot store beside them is refused.
 
-`get_into` and `lease` make records recent, as does a put that finds its record there; `stat` does not. `quarantine`
-keeps nothing aside: a record that was altered in memory says nothing that a file would still say.
+`get_into` and `lease` make records recent, as does a put that finds its record there; `stat` does not.
+
+`quarantine` removes only records that were read since they were put: a late report about a record that was replaced
+meanwhile is MISS, unless the new one was read as well. It keeps nothing aside, for that would take from the limit.
 
 After `os.fork()` a store that was opened before raises `ClosedError` in the child; open another one there.
 """
@@ -27,26 +29,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstore.backend import EXISTS, MISS, OK, Backend, Capability, KeyInfo, Limits, Outcome, Read, Status, Write
-from kvstore.buffers import Buffer, BufferPool, copy_bytes
+from kvstore.backend import EXISTS, MISS, OK, Backend, Capability, KeyInfo, Limits, Outcome, Read, Write
+from kvstore.buffers import Buffer, copy_bytes
 from kvstore.errors import ClosedError, ConfigError, PermanentError, PoolExhausted, TransientError
-from kvstore.eviction import POLICIES, make_policy
+from kvstore.eviction import POLICIES
 from kvstore.keys import Key
 from kvstore.options import Option
 from kvstore.registry import BackendURL
 
+from ._memory_store import ALIGNMENT, MemoryStore, Record, drop_name, open_named
+
 __all__ = ["MemoryBackend", "MemoryStats"]
 
-_ALIGNMENT = 64  # a cache line; larger ones would waste most of the memory of tiny records
 _SMALL_BYTES = 32 << 10  # below this a copy is cheaper than looking at the clock or releasing the GIL
 _LONGEST_WAIT_S = 5.0  # for memory, even if the deadline is later
-_LOOK_AGAIN_S = 0.01  # the end of a lease is not announced, so a put that waits for it looks now and then
 _PAGE_RECORDS = 1000
-_KNOWN_SIZES = 4096
 _WRONG_VIEW = (TypeError, ValueError, BufferError, NotImplementedError)  # what a copy says of views it cannot use
 
 _UNDECIDED = Outcome.failed(TransientError("the record was not reached"))
@@ -70,167 +70,6 @@ class MemoryStats(NamedTuple):
     evicted: int
 
 
-class _Record:
-    """`readers` counts reads under way; `gone` says that the last of them has to release the memory."""
-
-    __slots__ = ("buffer", "found", "gone", "readers", "used", "view")
-
-    def __init__(self, buffer: Buffer, view: memoryview, found: Outcome, used: float) -> None:
-        self.buffer = buffer
-        self.view = view
-        self.found = found  # OK with its size; shared by all records of that size
-        self.used = used
-        self.readers = 0
-        self.gone = False
-
-
-class _Memory:
-    """What several `MemoryBackend`s of one name share. Methods that end in `_locked` want `lock` held."""
-
-    def __init__(self, nbytes: int, policy: str, name: str) -> None:
-        if nbytes < _ALIGNMENT:
-            raise ConfigError(f"a memory store needs at least {_ALIGNMENT} bytes, not {nbytes}")
-        self.name = name
-        self.asked = (nbytes, policy)
-        self.policy = make_policy(policy)
-        self.pool = BufferPool(nbytes & -_ALIGNMENT, alignment=_ALIGNMENT)
-        self.records: dict[Key, _Record] = {}
-        self.pending: dict[Key, object] = {}  # being stored; by whom
-        self.handles = 1
-        self.closed = ""  # why, if it is
-        self.evicted = 0
-        self.sizes: dict[int, Outcome] = {}
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        _live.add(self)
-
-    def check(self, operation: str) -> None:
-        if self.closed:
-            raise ClosedError(self.closed, backend=self.name, operation=operation)
-
-    def size_outcome(self, nbytes: int) -> Outcome:
-        """OK with `nbytes`; one object per size, since most records of a store have one of few sizes."""
-        outcome = self.sizes.get(nbytes)
-        if outcome is None:
-            outcome = Outcome(Status.OK, nbytes)
-            if len(self.sizes) < _KNOWN_SIZES:
-                self.sizes[nbytes] = outcome
-        return outcome
-
-    def find(self, keys: Sequence[Key], operation: str) -> list[_Record | None]:
-        """The records of `keys`, made recent, and with one more reader each. Give the list to `let_go`."""
-        now = time.time()
-        with self.lock:
-            self.check(operation)
-            records = [*map(self.records.get, keys)]
-            if None in records:
-                keys = [key for key, record in zip(keys, records, strict=True) if record is not None]
-            for record in records:
-                if record is not None:
-                    record.readers += 1
-                    record.used = now
-            self.policy.touch(keys)
-        return records
-
-    def let_go(self, records: Sequence[_Record | None]) -> None:
-        free = []
-        with self.lock:
-            for record in records:
-                if record is not None:
-                    record.readers -= 1
-                    if record.gone and not record.readers:
-                        free.append(record.buffer)
-        for buffer in free:
-            buffer.release()
-
-    def remove_locked(self, key: Key) -> bool:
-        record = self.records.pop(key, None)
-        if record is None:
-            return False
-        self.policy.forget(key)
-        record.gone = True
-        if not record.readers:
-            record.buffer.release()
-        return True
-
-    def make_room(self, sizes: Sequence[int], mine: Mapping[Key, int]) -> list[Buffer] | bool:
-        """Memory for records of `sizes` bytes, all or none; evicts what it must, but nothing of `mine`.
-        If there is none: whether that may change by waiting."""
-        spans = [(max(n, 1) + _ALIGNMENT - 1) & -_ALIGNMENT for n in sizes]
-        busy = False
-        with self.lock:
-            self.check("put")
-            stats = self.pool.stats()
-            wanted = sum(spans) - (stats.total - stats.in_use)
-            victims = self.policy.victims(keep=self.pending.keys() | mine.keys())
-            while True:
-                if wanted <= 0:
-                    try:
-                        return self.pool.acquire_many(sizes)
-                    except PoolExhausted:  # there is enough, but in pieces
-                        wanted = max(spans)
-                key = next(victims, None)
-                if key is None:
-                    break
-                record = self.records[key]
-                if record.readers or not record.buffer.exclusive:
-                    busy = True
-                    continue
-                wanted -= (max(record.buffer.nbytes, 1) + _ALIGNMENT - 1) & -_ALIGNMENT
-                self.remove_locked(key)
-                self.evicted += 1
-            # Others' writes under way, and memory of removed records that is still read or leased.
-            return busy or len(self.pending.keys() - mine.keys()) > 0 or self.pool.stats().buffers > len(self.records)
-
-    def wait_for_room(self, nbytes: int, mine: Mapping[Key, int], until: float) -> Buffer | None:
-        """Memory for one record; None if there was none by `until`, or waiting is in vain."""
-        while True:
-            room = self.make_room([nbytes], mine)
-            if isinstance(room, list):
-                return room[0]
-            left = until - time.monotonic()
-            if not room or left <= 0:
-                return None
-            with self.lock:
-                self.changed.wait(min(left, _LOOK_AGAIN_S))
-
-    def shut_down(self, why: str) -> None:
-        """Drop everything. Work under way ends by itself; its memory goes with it."""
-        with self.lock:
-            if self.closed:
-                return
-            self.closed = why
-            records = [*self.records.values()]
-            self.records.clear()
-            for record in records:
-                record.gone = True
-            idle = [record.buffer for record in records if not record.readers]
-            self.policy = make_policy("none")
-            self.changed.notify_all()
-        for buffer in idle:
-            buffer.release()
-        self.pool.close()
-
-
-_live: weakref.WeakSet[_Memory] = weakref.WeakSet()
-_named: dict[str, _Memory] = {}
-_named_lock = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    """Locks may have been held by threads that the child does not have, and records half written."""
-    global _named_lock  # noqa: PLW0603
-    _named_lock = threading.Lock()
-    _named.clear()
-    for memory in list(_live):
-        memory.lock = threading.Lock()
-        memory.changed = threading.Condition(memory.lock)
-        memory.closed = "this memory store was opened before os.fork(); open one in the child process"
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 class MemoryBackend(Backend):
     """Records in memory of this process. See the module's docstring.
 
@@ -244,7 +83,7 @@ class MemoryBackend(Backend):
     """
 
     options = (
-        Option("bytes", "size", 1 << 30, "Limit for records and leases together.", minimum=_ALIGNMENT),
+        Option("bytes", "size", 1 << 30, "Limit for records and leases together.", minimum=ALIGNMENT),
         Option(
             "policy", "choice", "lru", "What goes when the limit is reached; `none`: new records are refused.",
             choices=tuple(POLICIES),
@@ -255,9 +94,9 @@ class MemoryBackend(Backend):
     )
 
     def __init__(self, nbytes: int = 1 << 30, *, policy: str = "lru", name: str = "memory") -> None:
-        self._use(_Memory(nbytes, policy, name))
+        self._use(MemoryStore(nbytes, policy, name))
 
-    def _use(self, memory: _Memory) -> None:
+    def _use(self, memory: MemoryStore) -> None:
         self._memory = memory
         self._closed = False
         self.name = memory.name
@@ -280,22 +119,7 @@ class MemoryBackend(Backend):
         if not name:
             return cls(nbytes, policy=policy)
         backend = cls.__new__(cls)
-        with _named_lock:
-            memory = _named.get(name)
-            if memory is not None:
-                with memory.lock:
-                    if memory.closed:
-                        memory = None
-                    elif memory.asked == (nbytes, policy):
-                        memory.handles += 1
-                    else:
-                        raise ConfigError(
-                            f"memory://{name} is open in this process with bytes={memory.asked[0]} and "
-                            f"policy={memory.asked[1]}; open it with the same options, or choose another name"
-                        )
-            if memory is None:
-                memory = _named[name] = _Memory(nbytes, policy, f"memory://{name}")
-        backend._use(memory)
+        backend._use(open_named(name, nbytes, policy))
         return backend
 
     def _check(self, operation: str) -> None:
@@ -360,10 +184,10 @@ class MemoryBackend(Backend):
                 for index in todo:
                     outcomes[index] = late
                 break
-            mine, todo = self._claim(writes, todo, outcomes)
+            mine, sizes, todo = self._claim(writes, todo, outcomes)
             if mine:
                 try:
-                    self._store(writes, mine, outcomes, deadline)
+                    self._store(writes, mine, sizes, outcomes, deadline)
                 finally:
                     self._unclaim(mine)
             if todo:  # the same keys, being stored by others or before in this batch: EXISTS, unless that fails
@@ -372,12 +196,13 @@ class MemoryBackend(Backend):
 
     def _claim(
         self, writes: Sequence[Write], todo: Sequence[int], outcomes: list[Outcome]
-    ) -> tuple[dict[Key, int], list[int]]:
-        """Announce what is new: (index by key of what is ours to store, indices of what is being stored already)."""
+    ) -> tuple[dict[Key, int], list[int], list[int]]:
+        """Announce what is new: (its indices by key, its sizes, indices of what is being stored already)."""
         memory = self._memory
         records, pending, policy = memory.records, memory.pending, memory.policy
         largest = memory.pool.largest
         mine: dict[Key, int] = {}
+        sizes: list[int] = []
         others: list[int] = []
         with memory.lock:
             memory.check("put")
@@ -397,10 +222,11 @@ class MemoryBackend(Backend):
                     continue
                 pending[key] = mine
                 mine[key] = index
+                sizes.append(nbytes)
                 # Known to the policy before it is asked for room, so that the parent is not taken for a tail.
                 policy.admit(key, nbytes, parent=parent)
             policy.touch([writes[index][0] for index in todo])
-        return mine, others
+        return mine, sizes, others
 
     def _unclaim(self, mine: dict[Key, int]) -> None:
         """Take back the announcement of what could not be stored."""
@@ -422,11 +248,11 @@ class MemoryBackend(Backend):
                 memory.changed.wait(None if left > threading.TIMEOUT_MAX else left)
 
     def _store(
-        self, writes: Sequence[Write], mine: dict[Key, int], outcomes: list[Outcome], deadline: float
+        self, writes: Sequence[Write], mine: dict[Key, int], sizes: Sequence[int], outcomes: list[Outcome],
+        deadline: float,
     ) -> None:  # fmt: skip
         memory = self._memory
         indices = [*mine.values()]
-        sizes = [writes[index].nbytes for index in indices]
         try:
             room: list[Buffer] | bool = memory.pool.acquire_many(sizes)
         except PoolExhausted:
@@ -451,7 +277,7 @@ class MemoryBackend(Backend):
     ) -> None:  # fmt: skip
         """Copy records into their memory and make them visible."""
         memory = self._memory
-        ready: dict[Key, _Record] = {}
+        ready: dict[Key, Record] = {}
         failed: list[Buffer] = []
         now = time.time()
         stored = False
@@ -459,19 +285,21 @@ class MemoryBackend(Backend):
             for index, buffer in zip(indices, buffers, strict=True):
                 key, src, _ = writes[index]
                 view = buffer.view
-                size = len(view)
+                size = buffer.nbytes
                 if size >= _SMALL_BYTES and time.monotonic() >= deadline:
                     outcomes[index] = self._late("put")
                     failed.append(buffer)
                     continue
                 try:
-                    if len(src) == 1:
-                        copy_bytes(view, src[0])
-                    else:
+                    if len(src) != 1:
                         at = 0
                         for part in src:
                             copy_bytes(view[at : at + len(part)], part)
                             at += len(part)
+                    elif size < _SMALL_BYTES:
+                        view[:] = src[0]
+                    else:
+                        copy_bytes(view, src[0])
                 except _WRONG_VIEW as error:
                     text = f"the source is not made of flat views of bytes: {error}"
                     wrong = PermanentError(text, backend=self.name, operation="put", key=key, cause=error)
@@ -479,7 +307,7 @@ class MemoryBackend(Backend):
                     failed.append(buffer)
                     continue
                 outcomes[index] = found = memory.size_outcome(size)
-                ready[key] = _Record(buffer, view, found, now)
+                ready[key] = Record(buffer, view, found, now)
             with memory.lock:
                 memory.check("put")
                 memory.records.update(ready)
@@ -495,16 +323,19 @@ class MemoryBackend(Backend):
         return self._remove(keys, "delete", deadline)
 
     def quarantine(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
-        return self._remove(keys, "quarantine", deadline)
+        return self._remove(keys, "quarantine", deadline, only_read=True)
 
-    def _remove(self, keys: Sequence[Key], operation: str, deadline: float) -> list[Outcome]:
+    def _remove(
+        self, keys: Sequence[Key], operation: str, deadline: float, *, only_read: bool = False
+    ) -> list[Outcome]:  # fmt: skip
         self._check(operation)
         if time.monotonic() >= deadline:
             return [self._late(operation)] * len(keys)
         memory = self._memory
         with memory.lock:
             memory.check(operation)
-            outcomes = [OK if memory.remove_locked(key) else MISS for key in keys]
+            found = [key in memory.records and (memory.records[key].read or not only_read) for key in keys]
+            outcomes = [OK if yes and memory.remove_locked(key) else MISS for key, yes in zip(keys, found, strict=True)]
             memory.changed.notify_all()
         return outcomes
 
@@ -539,9 +370,7 @@ class MemoryBackend(Backend):
             last = memory.handles == 0
         if last:
             memory.shut_down("the memory store is closed")
-            with _named_lock:
-                for name in [name for name, each in _named.items() if each is memory]:
-                    del _named[name]
+            drop_name(memory)
 
     def __repr__(self) -> str:
         return f"<MemoryBackend {self.name!r} of {self._memory.pool.nbytes} bytes{', closed' * self._closed}>"
@@ -554,7 +383,7 @@ class MemoryBackend(Backend):
             items = [*memory.records.items()]
         return self._pages(items, deadline)
 
-    def _pages(self, items: Sequence[tuple[Key, _Record]], deadline: float) -> Iterator[Sequence[KeyInfo]]:
+    def _pages(self, items: Sequence[tuple[Key, Record]], deadline: float) -> Iterator[Sequence[KeyInfo]]:
         for at in range(0, len(items), _PAGE_RECORDS):
             self._check("list")
             if time.monotonic() >= deadline:

@@ -14,6 +14,7 @@ Names are imported when they are first used, so that the doubles work without py
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,11 +59,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home == "suite":
-        import pytest
-
-        # pytest explains a failed `assert` only in modules it rewrote; this must be said before they are imported.
-        pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _REWRITTEN))
+    if home in ("suite", "stateful") and (pytest := sys.modules.get("pytest")) is not None:
+        # pytest explains a failed `assert` only in modules it was told of before they are imported.
+        names = (f"{__name__}.{module}" for module in _REWRITTEN)
+        pytest.register_assert_rewrite(*(name for name in names if name not in sys.modules))
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

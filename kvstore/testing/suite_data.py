@@ -252,8 +252,9 @@ class DataTests(SuiteBase):
         limit = backend.limits.max_value_bytes
         assert 0 < limit <= 100_000
         before, large, after = self.keys(3)
-        half = memoryview(payload(limit // 2 + 1))
-        batch = [Write(before, [half]), Write(large, [half, half]), Write(after, [half[:limit]])]
+        data = memoryview(payload(limit + 1))
+        small = [data[:100]]
+        batch = [Write(before, small), Write(large, [data[:60], data[60:]]), Write(after, small)]
         outcomes = backend.put(batch, deadline=self.soon())
         self.check_shape(outcomes, 3, {Status.OK, Status.ERROR})
         assert [outcome.ok for outcome in outcomes] == [True, False, True]

@@ -91,7 +91,7 @@ def alternatives(segment_bytes: int) -> list[Contestant]:
             found.append(
                 Contestant(
                     f"[blosc2 shuffle {codec.name.lower()} 1]",
-                    lambda raw, codec=codec: blosc2.compress2(
+                    lambda raw, codec=codec: blosc2.compress2(  # type: ignore[misc]
                         raw, typesize=2, clevel=1, codec=codec, filters=[blosc2.Filter.SHUFFLE], nthreads=1
                     ),
                     lambda data, out: blosc2.decompress2(data, dst=out, nthreads=1),

@@ -92,8 +92,9 @@ def real_kv(tokens: int = 256, chunks: int = 1, model: Path | None = None) -> np
 
 def _prefill(model: Path, tokens: int, chunks: int) -> npt.NDArray[np.uint8]:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
     from pydoc_data.topics import topics
+
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import CorruptRecord, KVStoreError
+from kvstore.errors import CorruptRecord
 from kvstore.keys import Key, opaque_key
 from kvstore.layout import KVLayout
 from kvstore.record import (
@@ -121,7 +121,7 @@ def test_a_reader_that_knows_no_length_gets_the_right_bytes_or_none(name: str) -
         except CorruptRecord:
             continue
         assert got == good, variant
-        assert variant.startswith(("append", "lie: meta_bytes")) or "of header length" in variant, variant
+        assert not variant.startswith(("flip", "swap", "fill")), variant
 
 
 def test_every_single_bit_of_the_head_counts() -> None:
@@ -208,9 +208,8 @@ def test_mutated_records_give_the_right_bytes_or_none(
     assert outcome(data, name) in (None, outcome(record, name))
 
 
-numbers = st.sampled_from(
-    [0, 1, 2, 95, 96, 4095, 4096, 8191, 8192, 1 << 16, 1 << 20, 1 << 40, 1 << 41, 1 << 63]
-).flatmap(lambda n: st.integers(max(0, n - 2), n + 2)) | st.integers(0, 2**64 - 1)
+edges = st.sampled_from([0, 1, 2, 95, 96, 4095, 4096, 8191, 8192, 1 << 16, 1 << 20, 1 << 40, 1 << 41, 1 << 63])
+numbers = edges.flatmap(lambda n: st.integers(max(0, n - 2), n + 2)) | st.integers(0, 2**64 - 1)
 
 
 @settings(max_examples=400)
@@ -292,9 +291,11 @@ def test_bad_meta_is_corruption(block: bytes) -> None:
     assert caught.value.key == KEY
 
 
-@pytest.mark.parametrize("head", [b"\xdc\xff\xff", b"\xdd\x00\x00\xff\x00", b"\x9f", b"\xde\xff\xff", b"\x8f"])
+@pytest.mark.parametrize(
+    "head", [b"\xdc\xff\xff", b"\xdc\xc0\x00", b"\xdd\x00\x00\xc0\x00", b"\x9f", b"\xde\x60\x00", b"\x8f"]
+)
 def test_nested_claims_do_not_multiply(head: bytes) -> None:
-    """Each array claims 65,535 values, within the bound; msgpack makes room for each before it finds them missing."""
+    """Each array claims 49,152 values, within the bound; msgpack makes room for each before it finds them missing."""
     name = b"\xa1b" if head[0] in (0xDE, 0x8F) else b""
     for filler in (b"", b"\x00" * 50_000):
         for start in (b"\x81\xa1a", b"\x82\xa1a\xc7\x00\x05\xa1b"):  # an extension must not hide the rest from the scan
@@ -312,13 +313,13 @@ def attempt_meta(block: bytes) -> object:
 
 values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20),
-    max_leaves=30,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
 )
 
 
-@settings(max_examples=150)
-@given(meta=st.dictionaries(st.text(), values, max_size=20))
+@settings(max_examples=60)
+@given(meta=st.dictionaries(st.text(max_size=8), values, max_size=5))
 def test_what_was_stored_as_meta_comes_back(meta: dict[str, Any]) -> None:
     spec = opaque_spec(0)
     record = b"".join(build_record(KEY, spec, [memoryview(b"")], meta=meta))
@@ -330,7 +331,5 @@ def test_what_was_stored_as_meta_comes_back(meta: dict[str, Any]) -> None:
 @given(block=st.binary(max_size=60))
 def test_arbitrary_meta_never_crashes(block: bytes) -> None:
     for data in (block, b"\x81\xa1a" + block):
-        try:
-            assert isinstance(with_meta(data).meta(), dict)
-        except KVStoreError as error:
-            assert isinstance(error, CorruptRecord)
+        meta = attempt_meta(data)  # lets only CorruptRecord pass
+        assert meta is None or isinstance(meta, dict)

@@ -40,7 +40,8 @@ def test_sizes(text: object, nbytes: int) -> None:
     "bad",
     [
         None, True, False, -1, "-1", "+1", 1.5, 1.0, math.nan, "", " ", "MiB", "1 2", "1 Mi B", "0x10", "1,5GiB",
-        "1_000", "1.5.2MiB", "1e", "nan", "inf", "1e400", "1e308TiB", "9" * 5000, "1.5", "0.5B", "2.5e0", b"1", [], {}, "１MiB",
+        "1_000", "1.5.2MiB", "1e", "nan", "inf", "1e400", "1e308TiB", "9" * 5000, "1.5", "0.5B", "2.5e0",
+        b"1", [], {}, "１MiB",
         "1MiB\x00", "1 MiB/s", "\u00b5",
     ],
 )  # fmt: skip
@@ -113,7 +114,8 @@ def test_a_whole_number_of_bytes_is_exact(nbytes: int) -> None:
         ("int", 7, 7), ("int", "7", 7), ("int", " -7 ", -7), ("int", "+7", 7), ("int", 10**30, 10**30),
         ("float", 1, 1.0), ("float", "1.5", 1.5), ("float", "-1e-3", -1e-3), ("float", " 2 ", 2.0),
         ("bool", True, True), ("bool", "true", True), ("bool", "TRUE", True), ("bool", " yes ", True),
-        ("bool", "on", True), ("bool", 1, True), ("bool", "1", True), ("bool", False, False), ("bool", "False", False), ("bool", "no", False),
+        ("bool", "on", True), ("bool", 1, True), ("bool", "1", True), ("bool", False, False),
+        ("bool", "False", False), ("bool", "no", False),
         ("bool", "off", False), ("bool", 0, False), ("bool", "0", False),
         ("str", "text", "text"), ("str", "", ""), ("str", " kept ", " kept "), ("str", "7", "7"),
         ("size", "1KiB", 1024), ("duration", "1ms", 1e-3),

@@ -15,7 +15,7 @@ from .workload import size_name
 __all__ = ["page", "verdict"]
 
 _WIDTH, _HEIGHT = 560, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 118, 18, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 146, 32, 44
 
 
 def page(report: Report) -> str:
@@ -37,8 +37,7 @@ took {report.seconds:.0f} s</p></header>
 {f'<div class="notes"><h2>What went wrong or was left out</h2><ul>{notes}</ul></div>' if notes else ""}</section>
 <section><h2>Throughput over record size</h2>
 <p class="hint">Solid: kvstore. Dashed: the ceiling of the same machine, measured in turn with it. Hover for values.</p>
-<div class="cards">{charts}</div></section>
-{_figures(report)}
+<div class="cards">{charts}{_figures(report)}</div></section>
 <section><h2>All measurements</h2>{_table(report.rows)}
 <p class="hint">GB/s is 10<sup>9</sup> bytes per second, median of the repeats. The ratio is the median of the ratios of
 paired passes, so it may differ a little from the quotient of the two medians. p50 and p99 are of single calls, each of
@@ -77,11 +76,11 @@ def verdict(scheme: str, rows: Sequence[Row]) -> str:
     wrong = [row for row in rows if not row.verified]
     label = scheme.replace("store_", "store over ")
     if wrong:
-        sizes = ", ".join(dict.fromkeys(f"{row.op} {size_name(row.size_bytes)}" for row in wrong))
+        sizes = ", ".join(dict.fromkeys(f"{row.op} {_spaced(row.size_bytes)}" for row in wrong))
         return f"{label}: not verified: {sizes}" + (f"; {failed} records failed." if failed else ".")
     if _tiny(rows):
         each = " and ".join(f"{row.seconds / row.batch * 1e6:.1f} µs per key in a {row.op}" for row in rows)
-        return f"{label}: {each} of {rows[0].batch} records of {size_name(rows[0].size_bytes)}."
+        return f"{label}: {each} of {rows[0].batch} records of {_spaced(rows[0].size_bytes)}."
     parts = []
     for op in dict.fromkeys(row.op for row in reversed(rows)):
         some = [row for row in rows if row.op == op]
@@ -119,12 +118,13 @@ def _figures(report: Report) -> str:
         return ""
     body = "".join(
         f"<tr><td><code>{escape(name)}</code></td><td>{_value(figure)}</td><td>{_bar(figure)}</td>"
-        f'<td class="{"good" if figure.met else "warn"}">{"met" if figure.met else "not met"}</td></tr>'
+        f'<td class="{"good" if figure.met else "warn"}">{"yes" if figure.met else "no"}</td></tr>'
         for name, figure in rows
     )
     return (
-        '<section><h2>Figures with a bar</h2><div class="scroll"><table class="figures"><thead><tr><th>figure</th>'
-        f"<th>value</th><th>bar</th><th></th></tr></thead><tbody>{body}</tbody></table></div></section>"
+        '<div class="card bars"><b>Figures with a bar</b><table><thead><tr><th scope="col">figure</th>'
+        '<th scope="col">value</th><th scope="col">bar</th><th scope="col">reached</th></tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -182,6 +182,7 @@ def _plot(scheme: str, rows: Sequence[Row]) -> str:
     scale = _Scale(rows)
     parts = [_axes(scale)]
     labels: list[tuple[float, str, str]] = []  # y, text, class
+    alike = len({row.ceiling.name for row in rows}) == 1 and len({row.op for row in rows}) > 1
     for op in ("get", "put"):
         some = sorted((row for row in rows if row.op == op), key=lambda row: row.size_bytes)
         if not some:
@@ -190,7 +191,8 @@ def _plot(scheme: str, rows: Sequence[Row]) -> str:
         parts.append(_line([(scale.x(r.size_bytes), scale.y(r.gbytes_per_s)) for r in some], op))
         parts += [_points(scale, row) for row in some]
         labels.append((scale.y(some[-1].gbytes_per_s), op, f"{op} strong"))
-        labels.append((scale.y(some[-1].ceiling.gbytes_per_s), some[-1].ceiling.name, op))
+        name = f"{some[-1].ceiling.name}{f' ({op})' if alike else ''}"
+        labels.append((scale.y(some[-1].ceiling.gbytes_per_s), name, op))
     parts.append(_end_labels(labels))
     summary = escape(verdict(scheme, rows))
     return (
@@ -216,7 +218,7 @@ def _axes(scale: _Scale) -> str:
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>')
     middle = (_LEFT + right) / 2
     parts.append(f'<text class="tick" x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">record size (log)</text>')
-    parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{_TOP - 6}" text-anchor="end">GB/s</text>')
+    parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{_TOP - 14}" text-anchor="end">GB/s</text>')
     return "".join(parts)
 
 
@@ -339,7 +341,8 @@ table{border-collapse:collapse;width:100%;font-size:.88rem;font-variant-numeric:
 th,td{padding:5px 10px;white-space:nowrap;border-bottom:1px solid var(--line);text-align:left}
 th{color:var(--soft);font-weight:600}th.num,td.num{text-align:right}tbody tr:last-child td{border-bottom:0}
 tbody tr:hover{background:color-mix(in srgb,var(--get) 9%,transparent)}tr.bad td{color:var(--bad);font-weight:600}
-table.figures{width:auto}code{font-size:.93em}
+.bars{overflow-x:auto;padding-bottom:12px}.bars table{margin-top:8px}.bars td,.bars th{padding:5px 8px 5px 0}
+code{font-size:.93em}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.2rem;margin:0;font-size:.92rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 .grid{stroke:var(--line)}.axis{stroke:var(--soft)}.tick{fill:var(--soft);font-size:12.5px}
@@ -352,6 +355,7 @@ dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 @media (max-width:600px){main{padding:16px 12px 32px}dl{grid-template-columns:1fr}dd{margin-bottom:.4rem}
 .tick,.end{font-size:15px}}
 @media print{:root{--bg:#fff;--card:#fff;--ink:#000;--soft:#444;--line:#bbb;--get:#0072b2;--put:#c44e00;--good:#1a7f4b;
---warn:#8a5a00;--bad:#b3261e}main{max-width:none;padding:0}.card,tr,li{break-inside:avoid}.scroll{overflow:visible}
+--warn:#8a5a00;--bad:#b3261e}main{max-width:none;padding:0}.card,tr,li{break-inside:avoid}.scroll,.bars{overflow:visible}
+body{font-size:10.5pt}
 table{font-size:7.5pt}th,td{padding:2px 4px}.cards{grid-template-columns:1fr 1fr}}
 """

@@ -233,7 +233,7 @@ class _Run:
             (root / "file").mkdir()
             urls = [BackendURL("memory"), BackendURL("file", path=str(root / "file"))]
         for url in urls:
-            target = self._close_later(BackendTarget(url))
+            target = self._close_later(BackendTarget(url, lanes=self.plan.lanes))
             folder = self._raw_folder(Path(url.path)) if url.scheme == "file" else None
             yield self._named(target), folder
             if store and url.scheme in ("memory", "file"):
@@ -275,8 +275,6 @@ class _Run:
             )
 
     def _target(self, target: Target, folder: Path | None) -> None:
-        from .report import Figure
-
         for size, count in zip(self.plan.sizes, self.plan.batches, strict=True):
             if size > target.max_bytes:
                 self.report.notes.append(
@@ -289,22 +287,25 @@ class _Run:
                 self._step(f"{target.scheme} {op} {size_name(size)}", 0)
                 row = self._row(target, op, size, count, folder)
                 self._step("", 1)
-                self.report.rows.append(row)
-                name = f"io.{target.scheme}.{op}.{size_name(size)}.ratio"
-                self.report.figures[name] = Figure(round(row.ratio, 4), "ratio", "higher", BARS.get(name))
+                self._figure(row, f"{op}.{size_name(size)}.ratio", row.ratio, "ratio", "higher")
 
     def _overhead(self, target: Target) -> None:
         """The whole store per key: 64 tiny records per call on `memory`, nothing subtracted."""
-        from .report import Figure
-
         for op in OPS:
             self._step(f"{target.scheme} {op}, 64 tiny records", 0)
             row = self._row(target, op, TINY_BYTES, TINY_BATCH, None, tiny=True)
             self._step("", 1)
-            self.report.rows.append(row)
-            name = f"io.{target.scheme}.{'' if op == 'get' else 'put_'}overhead_us_per_key"
-            figure = Figure(round(row.seconds / TINY_BATCH * 1e6, 2), "us/key", "lower", BARS.get(name))
-            self.report.figures[name] = figure
+            what = f"{'' if op == 'get' else 'put_'}overhead_us_per_key"
+            self._figure(row, what, row.seconds / TINY_BATCH * 1e6, "us/key", "lower")
+
+    def _figure(self, row: Row, what: str, value: float, unit: str, better: str) -> None:
+        """Add a row, and its figure if it is verified: a failed run is neither fast nor slow."""
+        from .report import Figure
+
+        self.report.rows.append(row)
+        if row.verified and row.gbytes_per_s > 0:
+            name = f"io.{row.scheme}.{what}"
+            self.report.figures[name] = Figure(round(value, 4), unit, better, BARS.get(name))
 
     def _step(self, what: str, count: int) -> None:
         self.done += count
@@ -334,8 +335,8 @@ class _Run:
         same = folder is None and not target.whole
         most = min(count, target.lanes, MOST_LANES)
         cores = len(os.sched_getaffinity(0))
-        our_lanes = [min(plan.lanes, count)] if plan.lanes else lane_counts(most)
-        ceiling_lanes = [1] if tiny else lane_counts(min(count, max(4, cores), MOST_LANES))
+        our_lanes = [min(plan.lanes, most)] if plan.lanes else lane_counts(most)
+        ceiling_lanes = [1] if tiny else lane_counts(min(max(4, cores), most if same else count, MOST_LANES))
         if target.whole:
             our_lanes = [1]
         elif same:
@@ -390,7 +391,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("urls", nargs="*", metavar="URL", help="backends to measure; none: memory:// and file:// here")
     parser.add_argument("--sizes", metavar="LIST", help="record sizes, e.g. 64KiB,1MiB,16MiB (default 64KiB…64MiB)")
     parser.add_argument("--batch", type=int, metavar="N", help="records per pass (default 4 to 64, by size)")
-    parser.add_argument("--lanes", type=int, metavar="N", help="threads that call (default: the best of 1, 2, 4, …)")
+    parser.add_argument(
+        "--lanes",
+        type=int,
+        metavar="N",
+        help="threads that call, and lanes of the backend (default: the best of 1, 2, 4, …)",
+    )
     parser.add_argument("--ops", default="put,get", metavar="LIST", help="get, put or both (default put,get)")
     parser.add_argument("--quick", action="store_true", help="three sizes, fewer repeats: under a minute")
     parser.add_argument("--repeats", type=int, metavar="N", help="pairs of passes per row (default 9, quick 5)")
@@ -470,10 +476,11 @@ def _progress_bar() -> Iterator[Progress | None]:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+    # Drawn between rows only: a thread that redraws would disturb what is measured.
+    with Bar(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("preparing", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=what or None)
+            bar.update(task, completed=done, total=total, description=what or None, refresh=True)
 
         yield show

@@ -60,14 +60,23 @@ class Target(ABC):
         """Give everything back."""
 
 
+def _lanes_option(url: BackendURL, lanes: int | None) -> dict[str, Any]:
+    """The option that gives a backend this many lanes, if it has one and a number was asked for."""
+    from kvstore.registry import backend_class
+
+    if lanes is None or all(option.name != "lanes" for option in backend_class(url.scheme).options):
+        return {}
+    return {"lanes": lanes}
+
+
 class BackendTarget(Target):
     """The bare transfer: `get_into` and `put` of a backend, nothing verified, called from as many threads as lanes."""
 
-    def __init__(self, url: BackendURL, backend: Backend | None = None) -> None:
+    def __init__(self, url: BackendURL, backend: Backend | None = None, *, lanes: int | None = None) -> None:
         if backend is None:
             from kvstore.registry import open_backend
 
-            backend = open_backend(url)
+            backend = open_backend(url, **_lanes_option(url, lanes))
         self.url, self.scheme = str(url), url.scheme
         self.lanes = max(1, backend.limits.lanes)
         self.max_bytes = backend.limits.max_value_bytes
@@ -97,7 +106,7 @@ class StoreTarget(Target):
     whatever the environment says about codecs, and with the priority of somebody who waits.
 
     Args:
-        lanes: lanes of the backend; None leaves it to the backend.
+        lanes: lanes of the backend, if it has the option; None leaves it to the backend.
         queue_bytes: what one batch needs of the write queue.
     """
 
@@ -106,7 +115,9 @@ class StoreTarget(Target):
     def __init__(self, url: BackendURL, *, lanes: int | None, queue_bytes: int) -> None:
         from kvstore.store import open_store
 
-        options: dict[str, Any] = {} if lanes is None else {"backend_options": {url.scheme: {"lanes": lanes}}}
+        options: dict[str, Any] = {}
+        if own := _lanes_option(url, lanes):
+            options["backend_options"] = {url.scheme: own}
         self.url, self.scheme = str(url), f"store_{url.scheme}"
         self._store = open_store(
             str(url), remote_serde="raw", on_error="miss", replicas=1, write_queue_bytes=queue_bytes, **options

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import TransientError
@@ -48,26 +48,25 @@ class Direct:
 
     Args:
         mode: "off", "on" (whatever is aligned) or "auto" (from 1 MiB).
-        counters: counts `direct_ios` and `direct_refused`.
+        count: is called with "direct_ios" or "direct_refused".
     """
 
-    def __init__(self, mode: str, calls: OsCalls, counters: dict[str, int], name: str) -> None:
+    def __init__(self, mode: str, calls: OsCalls, count: Callable[[str], None], name: str) -> None:
         self.minimum = {"on": ALIGNMENT, "auto": DIRECT_MIN}.get(mode, 0)
         self.enabled = self.minimum > 0
         self._calls = calls
-        self._counters = counters
+        self._count = count
         self._name = name
         self._logged = False
         self._lock = threading.Lock()
 
     def used(self) -> None:
-        with self._lock:
-            self._counters["direct_ios"] += 1
+        self._count("direct_ios")
 
     def refused(self, error: OSError, *, forever: bool = False) -> None:
         """An operation goes buffered. `forever`: the file system cannot do it at all."""
+        self._count("direct_refused")
         with self._lock:
-            self._counters["direct_refused"] += 1
             logged, self._logged = self._logged, True
             if forever:
                 self.enabled = False

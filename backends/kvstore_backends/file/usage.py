@@ -230,8 +230,10 @@ class Usage:
         self.removed = min(self.removed + nbytes, self.added)
 
     def set_total(self, nbytes: int) -> None:
-        """What a count of the folder found. With the lock held."""
-        self.added, self.removed = nbytes, 0
+        """What a count of the folder found. With the lock held. `added` never falls: counts that run elsewhere
+        measure by it what came meanwhile."""
+        self.added = max(self.added, nbytes)
+        self.removed = self.added - nbytes
         self.known = True
 
     def change(self, *, added: int = 0, removed: int = 0, reserved: int = 0, deadline: float) -> None:

@@ -1,0 +1,49 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test test-slow lint format types model bench docs clean help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+demo: $(STAMP) ## a real model's KV cache goes into a store and comes back in another process; then kvstore-bench io
+	$(BIN)/python examples/demo.py
+
+model: $(STAMP) ## download and convert SmolLM2-135M-Instruct into .cache/models
+	@$(BIN)/python -c "from kvstore.testing.models import smollm2_folder; print(smollm2_folder())"
+
+test: model ## the whole suite, without what is marked slow
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: model ## what takes longer
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## every figure of docs/figures.md that this machine can give
+	$(BIN)/kvstore-bench io --json out/io.json --html out/io.html
+
+docs: $(STAMP) ## print the manual of options into docs/options.md
+	$(BIN)/python -m kvstore.manual > docs/options.md
+
+clean: ## remove everything that can be made again
+	rm -rf $(VENV) .cache out .pytest_cache .mypy_cache .ruff_cache .hypothesis

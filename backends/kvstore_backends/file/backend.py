@@ -1,0 +1,592 @@
+"""`file`: records as files in a folder, on a local disk or on NFS, EFS, FSx and other shared file systems.
+
+Files are immutable. A record is written under a name (or none) that nobody else has, in its own folder, and published
+with link(2), which never overwrites: over NFS a rename onto a name that other clients have cached makes it vanish there
+for seconds. Nothing is ever deleted because it could not be read.
+
+A byte is copied once, by the kernel, between the page cache and the caller's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import stat
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvstore.backend import EXISTS, MISS, OK, Backend, Capability, KeyInfo, Limits, Outcome, Read, Status, Write
+from kvstore.errors import BackendError, ClosedError, ConfigError, KVStoreError, PermanentError, TransientError
+from kvstore.errors import from_os_error as map_os_error
+from kvstore.keys import Key
+from kvstore.options import Option
+from kvstore.registry import BackendURL
+
+from .capacity import TOUCH_NS, Capacity, read_stamp
+from .naming import new_writer_name, record_path
+from .oscalls import LOCAL_FILE_SYSTEMS, OsCalls
+from .publish import Publisher
+from .records import ABSENT, Identity, Removal, remove_record, set_aside
+from .root import open_root, probe_direct, revive_root, start_sweep
+from .transfer import DeadlinePassed, Direct, Range, read_ranges
+from .tree import Marker, walk
+
+__all__ = ["FileBackend"]
+
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking: opening a planted FIFO must not hang
+_STAT_FLAGS = os.O_PATH | os.O_NOFOLLOW
+_PAGE_KEYS = 1000
+_SEEN = 4096
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+_instances: weakref.WeakSet[FileBackend] = weakref.WeakSet()
+
+
+class FileBackend(Backend):
+    """Records as files below one folder.
+
+    Args:
+        root: the folder; made if it is not there. Other files in it are never touched.
+        nbytes: cap on the bytes stored, or None for no cap and no accounting at all. All processes on one folder should
+            be given the same cap; they share one counter where the file system has locks, else each has its own.
+        policy: who goes first when the cap is reached (`kvstore.eviction`).
+        fsync: "off": the operating system writes when it likes (a record that a power failure cut is found by its
+            checksum, and is a miss); "data": the bytes are on the device before put says OK; "full": the name too.
+        direct: "off", "on" or "auto" (from 1 MiB): go past the page cache where memory and offset are aligned to 4 KiB.
+        lanes: useful number of concurrent calls.
+        quarantine: bytes of corrupt records kept aside for inspection; 0 deletes them.
+        name: for errors and metrics; default "file:" and the folder.
+        calls: system calls, for tests.
+
+    Raises:
+        ConfigError: the root is a file or cannot be made or read, or an argument makes no sense.
+    """
+
+    options = (
+        Option("bytes", "size", None, "Cap on the stored bytes; not set: no cap and no accounting.", minimum=1),
+        Option("policy", "str", "lru", "Which records go first when the cap is reached: lru, fifo, or none to refuse."),
+        Option(
+            "fsync", "choice", "off", "What is on the device before a put is acknowledged: nothing, the data, or the name"
+            " too.", choices=("off", "data", "full"),
+        ),
+        Option(
+            "direct", "choice", "off", "Go past the page cache (O_DIRECT) where memory is aligned; auto: from 1 MiB.",
+            choices=("auto", "on", "off"),
+        ),
+        Option("lanes", "int", 4, "Useful number of concurrent calls.", minimum=1, maximum=256),
+        Option("quarantine", "size", 256 << 20, "Bytes of corrupt records kept aside in .kvstore/quarantine; 0: none."),
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        nbytes: int | None = None,
+        policy: str = "lru",
+        fsync: str = "off",
+        direct: str = "off",
+        lanes: int = 4,
+        quarantine: int = 256 << 20,
+        name: str | None = None,
+        calls: OsCalls | None = None,
+    ) -> None:
+        for option, value in (("fsync", fsync), ("direct", direct), ("lanes", lanes), ("policy", policy)):
+            next(known for known in self.options if known.name == option).parse(value)
+        if nbytes is not None and nbytes < 1:
+            raise ConfigError(f"option 'bytes': {nbytes} is out of range; it must be at least 1")
+        self._calls = calls or OsCalls()
+        self._path = os.path.abspath(os.fspath(root))
+        self.name = name or f"file:{self._path}"
+        self._counts: dict[str, int] = {}
+        self._count_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._closed = False
+        self._seen: OrderedDict[Key, Identity] = OrderedDict()  # what the last reads of a key came from
+        self._quarantine = quarantine
+        self._cap, self._policy = nbytes, policy
+        self._capacity: Capacity | None = None
+        self._stamps = True  # until a file system or an owner refuses
+        self._root = open_root(self._calls, self._path, self.name)
+        self._finalizer = weakref.finalize(self, _close_quietly, self._root)
+        try:
+            system = self._calls.file_system(self._root)
+            self._local = system in LOCAL_FILE_SYSTEMS
+            self._marker = Marker(self._calls, new_writer_name)
+            self._direct = Direct(direct, self._calls, self._count, self.name)
+            if self._direct.enabled:
+                probe_direct(self._calls, self._root, self._direct)
+            self._publisher = Publisher(
+                self._calls, self._marker, self._direct, fsync=fsync, local=self._local,
+                allocate=self._calls.prefers_fallocate(system),
+            )  # fmt: skip
+            self._sweep = start_sweep(self._calls, self._root, self.name)
+            self._open_capacity()
+        except BaseException:
+            self._finalizer()
+            raise
+        self.capabilities = (
+            Capability.RANGED_READ | Capability.LIST | Capability.SHARED | Capability.DURABLE
+            | (Capability.CAPACITY if nbytes is not None else Capability.NONE)
+        )  # fmt: skip
+        self.limits = Limits(
+            max_value_bytes=Limits.max_value_bytes if nbytes is None else nbytes,
+            alignment=4096, lanes=lanes, preferred_io_bytes=4 << 20,
+        )  # fmt: skip
+        _instances.add(self)
+
+    @classmethod
+    def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> FileBackend:
+        """`file:///folder?bytes=400GiB&policy=lru&fsync=off&direct=off&lanes=4&quarantine=256MiB`."""
+        if url.authority:
+            raise ConfigError(
+                f"file:// takes no host, but the URL names {url.authority!r}; for a folder write three slashes: "
+                f"file:///{url.authority}{url.path}"
+            )
+        if not url.path or "\0" in url.path:
+            raise ConfigError("file:// needs the path of a folder, for instance file:///mnt/kv")
+        given = dict(options)
+        return cls(url.path, nbytes=given.pop("bytes"), **given)
+
+    def __repr__(self) -> str:
+        return f"FileBackend({self._path!r})"
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """How often something unusual was dealt with: `direct_ios`, `direct_refused`, `read_retries`, `evicted`,
+        `victims_stuck`, `put_retries`, `foreign`."""
+        with self._count_lock:
+            return dict(self._counts)
+
+    def bytes_in_use(self, *, deadline: float) -> int:
+        """Bytes stored, as accounted (0 without a cap). Raises `TransientError` at the deadline."""
+        self._enter("stat")
+        try:
+            return self._capacity.in_use(deadline=deadline) if self._capacity is not None else 0
+        finally:
+            self._leave()
+
+    def _count(self, what: str) -> None:
+        with self._count_lock:
+            self._counts[what] = self._counts.get(what, 0) + 1
+
+    def _open_capacity(self) -> None:
+        if self._cap is None:
+            return
+        old = self._capacity
+        capacity = Capacity(
+            self._calls, self._root, self._cap, self._policy, self.name, count=self._count, prune=self._local
+        )
+        try:
+            capacity.start()
+        except BaseException:
+            capacity.abandon()
+            raise
+        self._capacity = capacity
+        if old is not None:
+            old.abandon()
+
+    # Lifetime: the last call in flight closes what close() must leave open for it.
+
+    def _enter(self, operation: str) -> None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the backend is closed", backend=self.name, operation=operation)
+            self._in_flight += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            last = self._closed and self._in_flight == 0
+        if last:
+            self._release()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._in_flight == 0
+        if idle:
+            self._release()
+
+    def _release(self) -> None:
+        self._sweep.stop()
+        if self._capacity is not None:
+            self._capacity.close()
+        self._marker.remove(self._root)
+        self._finalizer()
+        _instances.discard(self)
+
+    def _after_fork(self) -> None:
+        """In the child: calls of the parent's threads are not ours, locks may be held for ever, and the descriptor of
+        the usage counter shares its locks with the parent."""
+        self._lock = threading.Lock()
+        self._count_lock = threading.Lock()
+        self._in_flight = 0
+        self._seen = OrderedDict()
+        self._direct.after_fork()
+        self._sweep.abandon()
+        if self._capacity is not None:
+            self._capacity.abandon()
+            self._capacity = None
+            if not self._closed:
+                self._reopen_capacity = True
+
+    _reopen_capacity = False
+
+    def _ready_capacity(self) -> Capacity | None:
+        """The capacity; after a fork the child's own, opened by the first call that needs it."""
+        if self._reopen_capacity:
+            with self._lock:
+                if self._reopen_capacity:
+                    self._open_capacity()
+                    self._reopen_capacity = False
+        return self._capacity
+
+    # Errors.
+
+    def _late(self, operation: str, key: Key) -> Outcome:
+        return Outcome.failed(
+            TransientError("the deadline passed", backend=self.name, operation=operation, key=key)
+        )
+
+    def _failed(self, error: OSError, operation: str, key: Key) -> Outcome:
+        what = f"{operation} {self._path}/{record_path(key)}"
+        return Outcome.failed(map_os_error(error, backend=self.name, operation=operation, key=key, what=what))
+
+    # stat
+
+    def stat(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        self._enter("stat")
+        try:
+            return [
+                self._stat(key) if time.monotonic() < deadline else self._late("stat", key) for key in keys
+            ]
+        finally:
+            self._leave()
+
+    def _stat(self, key: Key) -> Outcome:
+        calls = self._calls
+        for attempt in itertools.count():
+            try:
+                fd = calls.open_beneath(self._root, record_path(key), _STAT_FLAGS)
+                try:
+                    found = calls.fstat(fd)
+                finally:
+                    calls.close(fd)
+                return Outcome(Status.OK, found.st_size) if stat.S_ISREG(found.st_mode) else MISS
+            except OSError as error:
+                if attempt == 0 and error.errno in (errno.ESTALE, errno.EIO):
+                    self._retry(error)
+                    continue
+                return MISS if error.errno in ABSENT else self._failed(error, "stat", key)
+        raise AssertionError  # not reached
+
+    def _retry(self, error: OSError) -> None:
+        self._count("read_retries")
+        if error.errno == errno.ESTALE:
+            self._revive()
+
+    def _revive(self) -> None:
+        """If the root itself went away (ESTALE, removed), open or make it anew, under the same descriptor number."""
+        with self._lock:
+            if revive_root(self._calls, self._root, self._path) and self._cap is not None:
+                self._open_capacity()
+
+    # get
+
+    def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
+        self._enter("get")
+        try:
+            groups: dict[Key, list[Range]] = {}
+            for index, (key, dst, offset) in enumerate(reads):
+                group = groups.get(key)
+                if group is None:
+                    groups[key] = [Range(index, dst, offset)]
+                else:
+                    group.append(Range(index, dst, offset))
+            outcomes: list[Outcome] = [MISS] * len(reads)
+            capacity = self._ready_capacity()
+            hits: list[tuple[Key, int, int]] = []
+            for key, ranges in groups.items():
+                if len(ranges) > 1:
+                    ranges.sort(key=lambda item: item.offset)
+                identity = self._get(key, ranges, outcomes, deadline, len(hits))
+                if identity is not None:
+                    hits.append((key, identity.nbytes, identity.mtime_ns))
+            if capacity is not None:
+                capacity.used(hits)
+            return outcomes
+        finally:
+            self._leave()
+
+    def _get(
+        self, key: Key, ranges: list[Range], outcomes: list[Outcome], deadline: float, position: int
+    ) -> Identity | None:
+        """Read the ranges of one key, with one open; the identity of the file if all are OK."""
+        counts: dict[int, int] = {}
+        rest: Outcome
+        reopened = retried = False
+        while True:
+            counts.clear()
+            if time.monotonic() >= deadline:
+                rest = self._late("get", key)
+                break
+            try:
+                identity = self._read_file(key, ranges, counts, deadline, position)
+                rest = MISS  # only for what is not a regular file: nothing was counted then
+                break
+            except OSError as error:
+                again = error.errno in (errno.ENOENT, errno.ESTALE) and not reopened
+                if again:
+                    reopened = True
+                elif error.errno == errno.EIO and not retried:
+                    again = retried = True
+                if again:
+                    if error.errno != errno.ENOENT:
+                        self._retry(error)
+                    continue
+                identity = None
+                rest = MISS if error.errno in ABSENT else self._failed(error, "get", key)
+                break
+            except DeadlinePassed:
+                identity, rest = None, self._late("get", key)
+                break
+        for item in ranges:
+            count = counts.get(item.index)
+            outcomes[item.index] = rest if count is None else Outcome(Status.OK, count)
+        return identity
+
+    def _read_file(
+        self, key: Key, ranges: list[Range], counts: dict[int, int], deadline: float, position: int
+    ) -> Identity | None:
+        calls = self._calls
+        fd = calls.open_beneath(self._root, record_path(key), _READ_FLAGS)
+        try:
+            found = calls.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                self._count("foreign")
+                return None
+            identity = Identity(found.st_ino, found.st_size, found.st_mtime_ns)
+            self._remember(key, identity)
+            read_ranges(calls, fd, found.st_size, ranges, deadline, self._direct, counts)
+            if self._stamps and self._capacity is not None and self._capacity.counts_reads:
+                identity = self._stamp(key, fd, identity, position)
+            return identity
+        finally:
+            try:
+                calls.close(fd)
+            except OSError:  # nothing was written
+                pass
+
+    def _stamp(self, key: Key, fd: int, identity: Identity, position: int) -> Identity:
+        """Write the time of last use, if the one on disk is old."""
+        stamp = read_stamp(identity.mtime_ns, time.time_ns(), position)
+        if not stamp:
+            return identity
+        try:
+            self._calls.utime(fd, ns=(stamp, stamp))
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):  # another owner: then only the policy knows
+                self._stamps = error.errno != errno.EROFS
+            return identity
+        identity = identity._replace(mtime_ns=stamp)
+        self._remember(key, identity)
+        return identity
+
+    def _remember(self, key: Key, identity: Identity) -> None:
+        """For `quarantine`: which file the bytes of the last read came from."""
+        seen = self._seen
+        seen[key] = identity
+        if len(seen) > _SEEN:
+            try:
+                seen.popitem(last=False)
+            except KeyError:  # other lanes were faster
+                pass
+
+    # put
+
+    def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
+        self._enter("put")
+        try:
+            capacity = self._ready_capacity()
+            if capacity is None:
+                return [self._put(write, write.nbytes, 0, deadline, None) for write in writes]
+            return self._put_capped(capacity, writes, deadline)
+        finally:
+            self._leave()
+
+    def _put_capped(self, capacity: Capacity, writes: Sequence[Write], deadline: float) -> list[Outcome]:
+        """In waves of at most an eighth of the cap: what is there needs no room, the rest is reserved at once."""
+        outcomes: list[Outcome] = [MISS] * len(writes)
+        stamps = capacity.put_stamps(writes)
+        wave: list[tuple[int, int]] = []
+        waiting, most = 0, max(1, capacity.cap // 8)
+        for index, write in enumerate(writes):
+            found = self._stat(write.key)
+            if found.ok:
+                outcomes[index] = EXISTS
+                capacity.used([(write.key, found.nbytes, stamps[index])])
+                continue
+            nbytes = write.nbytes
+            if nbytes > capacity.cap:
+                outcomes[index] = Outcome.failed(capacity.too_large(nbytes, write.key))
+                continue
+            if wave and waiting + nbytes > most:
+                self._put_wave(capacity, writes, wave, waiting, stamps, outcomes, deadline)
+                wave, waiting = [], 0
+            wave.append((index, nbytes))
+            waiting += nbytes
+        if wave:
+            self._put_wave(capacity, writes, wave, waiting, stamps, outcomes, deadline)
+        return outcomes
+
+    def _put_wave(
+        self, capacity: Capacity, writes: Sequence[Write], wave: list[tuple[int, int]], reserved: int,
+        stamps: list[int], outcomes: list[Outcome], deadline: float,
+    ) -> None:  # fmt: skip
+        try:
+            capacity.reserve(reserved, deadline)
+        except KVStoreError as error:
+            for index, _ in wave:
+                outcomes[index] = Outcome.failed(error)
+            return
+        stored: list[tuple[Write, int, int]] = []
+        try:
+            for index, nbytes in wave:
+                outcome = self._put(writes[index], nbytes, stamps[index], deadline, capacity)
+                outcomes[index] = outcome
+                if outcome.ok:
+                    stored.append((writes[index], nbytes, stamps[index]))
+        finally:
+            capacity.commit(stored, reserved, deadline)
+
+    def _put(self, write: Write, nbytes: int, stamp: int, deadline: float, capacity: Capacity | None) -> Outcome:
+        if time.monotonic() >= deadline:
+            return self._late("put", write.key)
+        for attempt in itertools.count():
+            try:
+                stored = self._publisher.put(self._root, write.key, write.src, nbytes, stamp, deadline)
+                return Outcome(Status.OK, nbytes) if stored else EXISTS
+            except OSError as error:
+                again = False
+                if attempt == 0 and error.errno in _FULL and capacity is not None:
+                    try:
+                        again = capacity.free_some(nbytes, deadline)
+                    except BackendError:
+                        again = False
+                elif attempt == 0 and error.errno in (errno.ESTALE, errno.ENOENT):
+                    self._revive()
+                    again = True
+                if not again:
+                    return self._failed(error, "put", write.key)
+                self._count("put_retries")
+            except DeadlinePassed:
+                return self._late("put", write.key)
+            except PermanentError as error:
+                return Outcome.failed(error)
+        raise AssertionError  # not reached
+
+    # delete, quarantine
+
+    def delete(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        self._enter("delete")
+        try:
+            return [self._take_away("delete", key, deadline, self._delete) for key in keys]
+        finally:
+            self._leave()
+
+    def quarantine(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        """Move records to .kvstore/quarantine, at most 64 and `quarantine` bytes of them; if a record was stored again
+        since this process last read it, it stays."""
+        self._enter("quarantine")
+        try:
+            return [self._take_away("quarantine", key, deadline, self._set_aside) for key in keys]
+        finally:
+            self._leave()
+
+    def _take_away(
+        self, operation: str, key: Key, deadline: float, how: Callable[[Key], tuple[Removal, OSError | None, int]]
+    ) -> Outcome:
+        if time.monotonic() >= deadline:
+            return self._late(operation, key)
+        capacity = self._ready_capacity()
+        try:
+            removal, error, freed = how(key)
+        except OSError as raised:
+            removal, error, freed = Removal.STUCK, raised, 0
+        if error is not None:
+            return self._failed(error, operation, key)
+        if removal is not Removal.DONE:
+            return MISS
+        self._seen.pop(key, None)
+        if capacity is not None:
+            capacity.gone(key, freed, deadline)
+        return OK
+
+    def _delete(self, key: Key) -> tuple[Removal, OSError | None, int]:
+        removed = remove_record(self._calls, self._root, key, prune=self._local)
+        return removed.how, removed.error, removed.nbytes
+
+    def _set_aside(self, key: Key) -> tuple[Removal, OSError | None, int]:
+        expected = self._seen.get(key)
+        removed, freed = set_aside(self._calls, self._root, key, expected=expected, max_bytes=self._quarantine)
+        return removed.how, removed.error, freed
+
+    # list
+
+    def list(self, *, deadline: float) -> Iterator[Sequence[KeyInfo]]:
+        """Pages of about 1000 records; `last_used` is exact to a minute, and 0.0 without a cap (nobody keeps it).
+
+        Raises:
+            TransientError, PermanentError: while iterating: the deadline passed, or a folder cannot be read.
+        """
+        self._enter("list")
+        self._leave()
+        return self._pages(deadline)
+
+    def _pages(self, deadline: float) -> Iterator[Sequence[KeyInfo]]:
+        page: list[KeyInfo] = []
+        leaves = walk(self._calls, self._root)
+        ended = False
+        while not ended:
+            self._enter("list")
+            try:
+                while len(page) < _PAGE_KEYS:
+                    if time.monotonic() >= deadline:
+                        raise TransientError("the deadline passed", backend=self.name, operation="list")
+                    leaf = next(leaves, None)
+                    if leaf is None:
+                        ended = True
+                        break
+                    page += [KeyInfo(key, nbytes, mtime_ns / 1e9) for key, nbytes, mtime_ns in leaf.records]
+            except OSError as error:
+                raise map_os_error(error, backend=self.name, operation="list", what=f"list {self._path}") from error
+            finally:
+                self._leave()
+            if page:
+                yield page
+                page = []
+
+
+def _close_quietly(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+def _after_fork_in_child() -> None:
+    for backend in list(_instances):
+        backend._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+_ = (math, TOUCH_NS)
