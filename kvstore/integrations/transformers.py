@@ -355,6 +355,8 @@ class KVCacheStore:
         return key, value
 
     def _rows(self, ids: torch.Tensor, mask: torch.Tensor | None) -> list[_Row]:
+        if mask is not None and mask.shape != ids.shape:
+            raise ConfigError(f"the attention mask has shape {tuple(mask.shape)}, the token ids {tuple(ids.shape)}")
         rows = []
         for number, row in enumerate(ids):
             begin, end = (0, len(row)) if mask is None else _real(mask[number], number)

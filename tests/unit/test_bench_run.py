@@ -91,6 +91,7 @@ class Double(Backend):
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     backend = Double()
     monkeypatch.setattr(kvstore.registry, "open_backend", lambda url, /, **_: backend)
+    monkeypatch.setattr(kvstore.registry, "backend_class", lambda scheme: Double)
     yield backend
     assert not backend.records, "the benchmark left records behind"
 
@@ -312,6 +313,22 @@ def test_ctrl_c_cleans_up(double: Double, tmp_path: Path, moment: str, capsys: p
     assert "Traceback" not in said.err
     assert not list(tmp_path.iterdir())
     assert double.closed == 1
+
+
+@pytest.mark.parametrize("op", ["get", "put"])
+def test_ctrl_c_during_the_clean_up_is_made_good(double: Double, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    real, calls = double.delete, iter(range(10_000))
+
+    def delete(keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return real(keys, deadline=deadline)
+
+    monkeypatch.setattr(double, "delete", delete)
+    with pytest.raises(KeyboardInterrupt):
+        run_io(["memory://"], ops=[op], **quick())
+    assert len(double.ever) >= 4
+    assert not double.records
 
 
 def test_the_disk_filling_up_under_the_raw_ceiling_is_one_sentence(

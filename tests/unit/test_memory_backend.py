@@ -613,13 +613,14 @@ def test_locks_are_taken_per_batch_not_per_key(opened: Callable[..., MemoryBacke
     counting = Counting(backend._memory.lock)
     backend._memory.lock = counting  # type: ignore[assignment]
     reads = [Read(name, memoryview(bytearray(10))) for name in names]
-    for operation, most in [
+    operations: list[tuple[Callable[[], Any], int]] = [
         (lambda: put(backend, {name: bytes(10) for name in names}), 3),
         (lambda: put(backend, {name: bytes(10) for name in names}), 1),
         (lambda: backend.stat(names, deadline=NO_DEADLINE), 1),
         (lambda: backend.get_into(reads, deadline=NO_DEADLINE), 2),
         (lambda: backend.delete(names, deadline=NO_DEADLINE), 1),
-    ]:
+    ]
+    for operation, most in operations:
         counting.count = 0
         operation()
         assert counting.count <= most

@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused_at_build(change: dict[str, Any], named: st
     given_ = {"key": KEY, "segments": GOOD, "meta": {"a": [1, {"b": "c"}]}, "codecs": None, "layers": None}
     build_record(spec=SPEC, **given_)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=named):
-        build_record(spec=SPEC, **(given_ | change))  # type: ignore[arg-type]
+        build_record(spec=SPEC, **(given_ | change))
 
 
 def test_none_in_meta_means_absent() -> None:
@@ -307,7 +307,7 @@ def test_parse_accepts_any_buffer_and_more_than_the_head() -> None:
     record = record_of(SPEC)
     want = parse_header(record)
     for form in (bytearray(record), memoryview(record), np.frombuffer(bytearray(record), "u1").data):
-        assert parse_header(form, key=KEY, nbytes=len(record)) == want
+        assert parse_header(form, key=KEY, nbytes=len(record)) == want  # type: ignore[arg-type]
     assert parse_header(record[: want.head_bytes]) == want
     assert parse_header(record + b"more") == want
     assert type(want.key) is Key

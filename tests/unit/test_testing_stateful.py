@@ -40,7 +40,7 @@ class ForgetsQuarantine(DictBackend):
     def quarantine(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
         before = dict(self.records)
         outcomes = super().quarantine(keys, deadline=deadline)
-        if len(keys) > 2:
+        if len(keys) > 1:
             self.records = before
         return outcomes
 

@@ -300,8 +300,9 @@ class HangsInClose(DictBackend):
     let_go: ClassVar[Event] = Event()
 
     def close(self) -> None:
-        super().close()
-        self.let_go.wait(30)
+        if not self._closed:
+            super().close()
+            self.let_go.wait(30)
 
 
 class HangsAfterFork(DictBackend):
@@ -337,7 +338,7 @@ class IsNotShared(DictBackend):
 class Capped(DictBackend):
     """Right, as it is: the oldest goes."""
 
-    capacity = 1 << 20
+    capacity = 1 << 40
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +354,8 @@ class Capped(DictBackend):
 
 
 class NeverEvicts(Capped):
-    capacity = 1 << 40
+    def _put_one(self, write: Write) -> Outcome:
+        return DictBackend._put_one(self, write)
 
 
 class EvictsForNothing(Capped):
@@ -472,7 +474,11 @@ class Suite(BackendSuite):
         return backend
 
     def open_capacity(self, capacity_bytes: int) -> Backend | None:
-        return self.kind() if issubclass(self.kind, Capped) else None
+        backend = self.kind()
+        if not isinstance(backend, Capped):
+            return None
+        backend.capacity = capacity_bytes
+        return backend
 
     def seed(self, backend: Backend, key: Key, data: bytes) -> None:
         self.inner.records[key] = data
@@ -498,9 +504,8 @@ class Suite(BackendSuite):
 
 @pytest.mark.parametrize(("kind", "test", "arguments"), MUTANTS, ids=lambda value: getattr(value, "__name__", None))
 def test_the_suite_finds(kind: type[DictBackend], test: str, arguments: tuple[Any, ...], tmp_path: Path) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - checked below
+    with pytest.raises((Exception, pytest.fail.Exception)):  # a skip is neither
         Suite.run_one(kind, test, arguments, tmp_path)
-    assert not isinstance(caught.value, pytest.skip.Exception)
 
 
 @pytest.mark.parametrize("kind", [DictBackend, Leases, Capped], ids=lambda kind: kind.__name__)

@@ -341,7 +341,9 @@ class _Run:
             our_lanes = [1]
         elif same:
             our_lanes = our_lanes if plan.lanes else ceiling_lanes
-        try:
+        with contextlib.ExitStack() as clean:
+            for side in (ours, ours, ceiling):  # ours twice: a Ctrl-C in the first clean-up is made good by the second
+                clean.callback(side.close)
             filled = ours.fill(self.pool, our_lanes[-1]) if isinstance(ours, GetSide) else True
             measured = None
             verified = filled and ours.verify(self.pool, our_lanes[0])
@@ -351,9 +353,6 @@ class _Run:
                     repeats=plan.repeats, pass_s=plan.pass_s, budget_s=plan.budget_s,
                 )  # fmt: skip
                 verified = ours.verify(self.pool, measured.lanes) and verified
-        finally:
-            ceiling.close()
-            ours.close()
         for kind, message in ours.failures.messages.items():
             self.report.notes.append(f"{target.scheme} {op} {size_name(size)}: {kind}: {message}")
         return Row(

@@ -165,8 +165,8 @@ class GetSide(_OurSide):
         return self._count("get")
 
     def close(self) -> None:
-        keys, self._keys = self._keys, []
-        self._delete(keys)
+        self._delete(self._keys)
+        self._keys = []  # only now: an interrupted delete is tried again
 
 
 class PutSide(_OurSide):
@@ -193,15 +193,15 @@ class PutSide(_OurSide):
     def settle(self, rounds: int) -> int:
         acknowledged = self._outcomes and all(o.ok for _, results in self._outcomes for o in results)
         moved = self._count("put")
-        keys, self._live = self._live, []
-        for outcome in self._delete(keys):
+        for outcome in self._delete(self._live):
             if acknowledged and outcome.status is Status.MISS:
                 self.failures.add("put", "a record was acknowledged and is not there")
+        self._live = []  # only now: an interrupted delete is tried again
         return moved
 
     def close(self) -> None:
-        keys, self._live = self._live, []
-        self._delete(keys)
+        self._delete(self._live)
+        self._live = []
 
 
 @dataclass
