@@ -185,16 +185,21 @@ def translate_url(url: BackendURL) -> list[BackendURL] | None:
 
 
 def manual() -> str:
-    """The names of this module as Markdown."""
+    """The names of this module as Markdown: what is used, then the rest by what becomes of it."""
     lines = ["| LMCache option | here |", "|---|---|"]
     for name, alias in ALIASES.items():
-        unit = f", a bare number is in {alias.unit}" if alias.unit else ""
+        unit = f"; a bare number is in {alias.unit}" if alias.unit else ""
         lines.append(f"| `{name}` | {f'`{alias.name}`' if alias.name != name else 'the same'}{unit} |")
+    options: dict[str, list[str]] = {}
     for name, known in UNUSED.items():
         unit = f" ({known.unit})" if known.unit else ""
-        lines.append(f"| `{name}`{unit} | {'refused' if known.refuse else 'noted, not used'}: {known.why} |")
+        options.setdefault(f"{'refused' if known.refuse else 'noted'}: {known.why}", []).append(f"`{name}`{unit}")
+    schemes: dict[str, list[str]] = {}
+    for scheme, why in _REFUSED.items():
+        schemes.setdefault(f"refused: {why}", []).append(f"`{scheme}://`")
+    lines += [f"| {', '.join(names)} | {what} |" for what, names in options.items()]
     lines += ["", "| LMCache URL | here |", "|---|---|", "| `fs://host:port/a,/b` | `file:///a`, `file:///b` |"]
-    lines += [f"| `{scheme}://` | refused: {why} |" for scheme, why in _REFUSED.items()]
+    lines += [f"| {', '.join(names)} | {what} |" for what, names in schemes.items()]
     return "\n".join(lines)
 
 

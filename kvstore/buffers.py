@@ -33,6 +33,9 @@ CANARY = 0xA5
 
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
+_RELEASED = memoryview(b"")
+_RELEASED.release()
+
 
 class PoolStats(NamedTuple):
     """What a pool holds right now.
@@ -60,6 +63,7 @@ class Slab:
     def __init__(self, nbytes: int, *, shared: bool = False, page_lock: bool = False) -> None:
         self.nbytes = nbytes
         self.fd: int | None = None
+        self._map: mmap.mmap | None
         try:
             if shared:
                 self.fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
@@ -84,10 +88,13 @@ class Slab:
         if self.page_locked:
             _cuda_host_unregister(self.view)
             self.page_locked = False
+        view, mapping = self.view, self._map
+        self.view, self._map = _RELEASED, None
         try:
-            self.view.release()
-            self._map.close()
-        except BufferError:
+            view.release()
+            if mapping is not None:
+                mapping.close()
+        except BufferError:  # views are out; with these references gone they alone keep the mapping
             pass
         if self.fd is not None:
             os.close(self.fd)

@@ -158,6 +158,9 @@ class Config:
     put_timeout: float = _option(
         "duration", 60.0, "Deadline of a put or delete for which the caller gave none.", minimum=1e-3
     )
+    close_timeout: float = _option(
+        "duration", 30.0, "How long closing waits for puts under way, and for a backend that hangs."
+    )
     buffer_pool_bytes: int = _option(
         "size", 1 << 30, "Memory of the buffer pool; mapped at open, used as needed, never exceeded.", minimum=1 << 20
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from . import _lmcache
+from .codec import CODEC_NAMES
 from .config import OPTIONS
-from .options import format_manual
+from .options import Option, format_manual
 from .registry import scheme_manual
 
 __all__ = ["manual"]
@@ -54,6 +56,13 @@ changes speed only, and refused if it changes what is stored, found or computed.
 """
 
 
+def _printable(option: Option) -> Option:
+    """With the choices that a codec has, and without an empty default."""
+    if option.kind == "codec":
+        return dataclasses.replace(option, kind="choice", choices=CODEC_NAMES)
+    return option if option.default not in ((), {}) else dataclasses.replace(option, default=None)
+
+
 def manual() -> str:
     """The manual as Markdown. Imports the backends of this distribution."""
     return (
@@ -61,7 +70,7 @@ def manual() -> str:
             part.strip()
             for part in (
                 _HEAD,
-                "## The store\n\n" + format_manual(OPTIONS),
+                "## The store\n\n" + format_manual([_printable(option) for option in OPTIONS]),
                 "## Backends\n\n" + scheme_manual(),
                 _LMCACHE,
                 _lmcache.manual(),

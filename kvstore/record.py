@@ -390,7 +390,10 @@ def parse_header(data: memoryview | bytes, *, key: Key | None = None, nbytes: in
     most = OPAQUE_SEGMENT_BYTES if kind == KIND_OPAQUE else MAX_RECORD_BYTES
     for offset, stored, raw, _, _, group, codec, _ in segments:
         # Segments follow each other with less than a page of padding: no range read spans more than it delivers.
-        if not end <= offset < end + PAGE or offset + stored > length or raw > most or (codec == RAW and stored != raw):
+        # What encoding did not make smaller is stored raw, so an encoded segment is never longer than its raw bytes.
+        if not end <= offset < end + PAGE or offset + stored > length or raw > most:
+            raise CorruptRecord("the table's offsets or lengths contradict each other", key=key)
+        if stored > raw or (codec == RAW and stored < raw):
             raise CorruptRecord("the table's offsets or lengths contradict each other", key=key)
         if group:
             raise CorruptRecord("the table uses a reserved field", key=key)

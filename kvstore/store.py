@@ -49,7 +49,6 @@ Name = str | bytes
 """How an opaque record is named: text or bytes (hashed with the namespace), or a `Key` as it is."""
 
 _HEAD_BYTES = 4096
-_CLOSE_TIMEOUT = 30.0
 _MAX_EXPANSION = 1 << 36  # get_many without `into` allocates what a header claims, up to this many bytes
 
 
@@ -341,7 +340,7 @@ class Store:
         atexit.unregister(self._atexit)
         if os.getpid() != self._pid:  # a forked child has none of the threads
             return
-        end = time.monotonic() + (_CLOSE_TIMEOUT if timeout is None else timeout)
+        end = time.monotonic() + (self.config.close_timeout if timeout is None else timeout)
         drained = drain and self._writer.drain(end)
         error = ClosedError("the store was closed before this was done")
         if not drained:

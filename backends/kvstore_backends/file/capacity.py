@@ -17,7 +17,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from kvstore.backend import Write
 from kvstore.errors import KVStoreError, PermanentError, TransientError, from_os_error
@@ -27,15 +27,14 @@ from kvstore.keys import Key
 from .naming import file_name, leaf_path
 from .oscalls import OsCalls
 from .records import Removal, drop_quarantine, remove_record
+from .stamps import STEP_NS
 from .tree import HANDLE_FLAGS, list_quarantine, sweep_leaf, walk
 from .usage import Usage
 
-__all__ = ["TOUCH_NS", "Capacity", "read_stamp"]
+__all__ = ["Capacity"]
 
 logger = logging.getLogger("kvstore.file")
 
-TOUCH_NS = 30 * 10**9
-"""A record's time of last use on disk is this exact, in ns."""
 RESCAN_SECONDS = 900.0
 """How old the view of what others stored may get while this process evicts."""
 _FIRST_SCAN_SECONDS = 0.25  # a put that has to evict gives the walk so much, then evicts from what was found
@@ -43,18 +42,6 @@ _STEP_SECONDS = 0.005  # … and later ones so much
 _WAIT_SECONDS = 10.0
 _MAX_STUCK = 1024
 _FLUSH_SECONDS = 1.0
-_STEP_NS = 1000  # between neighbours of a chain
-
-
-def read_stamp(mtime_ns: int, now_ns: int, position: int) -> int:
-    """The modification time to set for a record read as number `position` of its batch; 0: it is recent enough.
-
-    It lies in the interval before the current one, mirrored: earlier uses get later times (see the module).
-    """
-    start = now_ns - now_ns % TOUCH_NS
-    if mtime_ns > start - TOUCH_NS:
-        return 0
-    return 2 * start - now_ns - position * _STEP_NS
 
 
 class _Scan:
@@ -113,7 +100,9 @@ class Capacity:
         self._lock = threading.Lock()  # over what follows; held for dictionary operations only
         self._used: dict[Key, int] = {}  # hot: last use, ns since the epoch
         self._stamp: dict[Key, int] = {}  # hot: modification time on disk, as far as we know
-        self._cold: list[tuple[int, Key]] = []  # heap of (modification time, key); may hold keys that are no longer cold
+        self._cold: list[
+            tuple[int, Key]
+        ] = []  # heap of (modification time, key); may hold keys that are no longer cold
         self._cold_keys: set[Key] = set()
         # Under the lock of the usage counter:
         self._scan: _Scan | None = None
@@ -130,7 +119,9 @@ class Capacity:
             try:
                 self._make_room(0, deadline)
             except KVStoreError as error:
-                logger.warning("%s: the folder holds more than its capacity of %d bytes: %s", self._name, self.cap, error)
+                logger.warning(
+                    "%s: the folder holds more than its capacity of %d bytes: %s", self._name, self.cap, error
+                )
         finally:
             self._usage.release()
 
@@ -152,7 +143,7 @@ class Capacity:
             TransientError: the deadline passed, or puts in flight hold all the room.
         """
         if nbytes > self.cap:
-            raise self._too_large(nbytes)
+            raise self.too_large(nbytes)
         patience = min(deadline, time.monotonic() + _WAIT_SECONDS)
         while True:
             self._usage.acquire(deadline)
@@ -167,29 +158,27 @@ class Capacity:
             finally:
                 self._usage.release()
             if time.monotonic() >= patience:
-                raise TransientError(
-                    "puts in flight hold all of the capacity", backend=self._name, operation="put"
-                )
+                raise TransientError("puts in flight hold all of the capacity", backend=self._name, operation="put")
             time.sleep(1e-3)  # another process or lane is about to commit, and its record can be evicted then
 
-    def _too_large(self, nbytes: int) -> PermanentError:
+    def too_large(self, nbytes: int, key: Key | None = None) -> PermanentError:
         return PermanentError(
-            f"a record of {nbytes} bytes exceeds the capacity of {self.cap} bytes", backend=self._name, operation="put"
-        )
+            f"a record of {nbytes} bytes exceeds the capacity of {self.cap} bytes",
+            backend=self._name, operation="put", key=key,
+        )  # fmt: skip
 
     def commit(self, stored: Sequence[tuple[Write, int, int]], reserved: int, deadline: float) -> None:
-        """Records were published: (write, bytes, stamp). `reserved`: bytes that are no longer reserved, theirs included."""
+        """Records were published: (write, bytes, stamp). `reserved`: bytes no longer reserved, theirs included."""
         if stored:
             with self._lock:
                 policy = self._policy
                 for write, nbytes, stamp in stored:
                     key = write.key
                     if write.parent is not None and write.parent in self._cold_keys:
-                        self._warm(write.parent, 0, stamp + _STEP_NS)
+                        self._warm(write.parent, 0, stamp + STEP_NS)
                     policy.admit(key, nbytes, parent=write.parent)
                     self._cold_keys.discard(key)
                     self._used[key] = self._stamp[key] = stamp
-                policy.touch([write.key for write, _, _ in stored])
         added = sum(nbytes for _, nbytes, _ in stored)
         if added or reserved:
             self._usage.change(added=added, reserved=-reserved, deadline=deadline)
@@ -201,11 +190,11 @@ class Capacity:
         here: dict[Key, int] = {}
         with self._lock:
             for position, write in enumerate(writes):
-                stamp = now - position * _STEP_NS
+                stamp = now - position * STEP_NS
                 if write.parent is not None:
                     parent = here.get(write.parent) or self._stamp.get(write.parent, 0)
                     if parent:
-                        stamp = min(stamp, parent - _STEP_NS)
+                        stamp = min(stamp, parent - STEP_NS)
                 here[write.key] = stamp
                 stamps.append(stamp)
         return stamps
@@ -231,9 +220,21 @@ class Capacity:
             for position, (key, nbytes, mtime_ns) in enumerate(hits):
                 if key not in self._used:
                     self._warm(key, nbytes, mtime_ns)
-                self._used[key] = now - position * _STEP_NS
+                self._used[key] = now - position * STEP_NS
                 self._stamp[key] = mtime_ns
             self._policy.touch([key for key, _, _ in hits])
+
+    def stored_again(self, there: Sequence[tuple[Key, int]], batch: Sequence[Key]) -> None:
+        """At the end of a batch of puts: some records were there already (key, bytes); all of `batch` are there now."""
+        now = time.time_ns()
+        with self._lock:
+            for key, nbytes in there:
+                if key in self._used:
+                    self._used[key] = now
+                else:
+                    self._warm(key, nbytes, 1)  # its time on disk is not known
+                    self._used[key] = now
+            self._policy.touch(batch)
 
     def gone(self, key: Key, nbytes: int, deadline: float) -> None:
         """A record was taken away by this process; `nbytes` fewer lie on the disk."""
@@ -302,9 +303,7 @@ class Capacity:
         try:
             while wanted(freed) > 0 and stuck < _MAX_STUCK:
                 if time.monotonic() >= deadline:
-                    raise TransientError(
-                        "the deadline passed while making room", backend=self._name, operation="put"
-                    )
+                    raise TransientError("the deadline passed while making room", backend=self._name, operation="put")
                 with self._lock:
                     victim = next(victims, None)
                 if victim is None:
@@ -349,7 +348,7 @@ class Capacity:
                     heapq.heappush(self._cold, item)
         return freed, stuck, reason
 
-    def _victims(self) -> Iterator[tuple[Key, int, bool]]:
+    def _victims(self) -> Generator[tuple[Key, int, bool], None, None]:
         """(key, modification time as known, hot) in the order in which they should go. Advance it under `_lock`."""
         walker = self._policy.victims()
         hot = next(walker, None)
@@ -368,7 +367,8 @@ class Capacity:
                 else:
                     return
         finally:
-            walker.close()
+            if isinstance(walker, Generator):
+                walker.close()
 
     def _begin_scan(self) -> _Scan:
         self._scan = _Scan(self._calls, self._root, self._usage.added)
@@ -428,9 +428,9 @@ class Capacity:
             if not any(used > self._stamp[key] for key, used in self._used.items()):
                 return
             order = list(self._policy.victims())
-        before = time.time_ns() + _STEP_NS
+        before = time.time_ns() + STEP_NS
         for key in reversed(order):
-            before = min(before - _STEP_NS, self._used.get(key, 0))
+            before = min(before - STEP_NS, self._used.get(key, 0))
             if before <= 0 or time.monotonic() >= until:
                 return
             if self._stamp[key] == before:

@@ -14,6 +14,7 @@ import fcntl
 import os
 import struct
 import sys
+from collections.abc import Iterator
 
 __all__ = ["LOCAL_FILE_SYSTEMS", "OsCalls"]
 
@@ -67,12 +68,14 @@ class OsCalls:
     mkdir = staticmethod(os.mkdir)
     rmdir = staticmethod(os.rmdir)
     utime = staticmethod(os.utime)
-    scandir = staticmethod(os.scandir)
 
     def __init__(self, *, openat2: bool = True) -> None:
         self._hows: dict[int, int] = {}  # flags -> address of a struct open_how
         self._keep: list[_OpenHow] = []
         self.has_openat2 = openat2 and sys.maxsize > 1 << 32 and self._probe()
+
+    def scandir(self, fd: int) -> contextlib.AbstractContextManager[Iterator[os.DirEntry[str]]]:
+        return os.scandir(fd)
 
     def _probe(self) -> bool:
         """Whether openat2 works: old kernels say ENOSYS, some sandboxes EPERM."""
@@ -100,8 +103,7 @@ class OsCalls:
             if fd >= 0:
                 return fd
             number = ctypes.get_errno()
-            # EAGAIN without O_NONBLOCK semantics: the kernel could not rule out a concurrent rename; open(2) says retry.
-            if number != errno.EINTR and number != errno.EAGAIN:
+            if number not in (errno.EINTR, errno.EAGAIN):  # openat2(2) says to retry when a rename came in between
                 break
         raise _error(number, path)
 

@@ -15,7 +15,16 @@ from .naming import OWN, QUARANTINE, file_name, leaf_path, quarantine_name
 from .oscalls import OsCalls
 from .tree import HANDLE_FLAGS, list_quarantine
 
-__all__ = ["ABSENT", "MAX_QUARANTINED", "Identity", "Removal", "Removed", "drop_quarantine", "remove_record", "set_aside"]
+__all__ = [
+    "ABSENT",
+    "MAX_QUARANTINED",
+    "Identity",
+    "Removal",
+    "Removed",
+    "drop_quarantine",
+    "remove_record",
+    "set_aside",
+]
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE, errno.ENXIO})
 """What opening a name says when no record of ours is there: nothing, or something foreign in its way."""
@@ -105,7 +114,7 @@ def drop_quarantine(calls: OsCalls, root: int, *, files: int, nbytes: int) -> in
     folder = calls.open_beneath(root, QUARANTINE, HANDLE_FLAGS)
     try:
         for name, size in found:
-            if count <= files and total <= nbytes or (count == 1 and files and nbytes):
+            if (count <= files and total <= nbytes) or (count == 1 and files and nbytes):
                 break
             try:
                 calls.unlink(name, dir_fd=folder)
@@ -121,9 +130,7 @@ def drop_quarantine(calls: OsCalls, root: int, *, files: int, nbytes: int) -> in
     return freed
 
 
-def set_aside(
-    calls: OsCalls, root: int, key: Key, *, expected: Identity | None, max_bytes: int
-) -> tuple[Removed, int]:
+def set_aside(calls: OsCalls, root: int, key: Key, *, expected: Identity | None, max_bytes: int) -> tuple[Removed, int]:
     """Move a record into the quarantine, or unlink it where that is not possible or `max_bytes` is 0.
 
     Args:

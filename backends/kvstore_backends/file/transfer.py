@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -58,7 +57,6 @@ class Direct:
         self._count = count
         self._name = name
         self._logged = False
-        self._lock = threading.Lock()
 
     def used(self) -> None:
         self._count("direct_ios")
@@ -66,10 +64,9 @@ class Direct:
     def refused(self, error: OSError, *, forever: bool = False) -> None:
         """An operation goes buffered. `forever`: the file system cannot do it at all."""
         self._count("direct_refused")
-        with self._lock:
-            logged, self._logged = self._logged, True
-            if forever:
-                self.enabled = False
+        logged, self._logged = self._logged, True
+        if forever:
+            self.enabled = False
         if not logged:
             logger.warning(
                 "%s: O_DIRECT is refused (%s); %s through the page cache", self._name, error.strerror,
@@ -184,7 +181,7 @@ def _read_piece(calls: OsCalls, fd: int, piece: _Piece, deadline: float, aligned
     done = 0
     if piece.nbytes <= MAX_IO and len(piece.views) <= _IOV_MAX:  # nearly always: one call, nothing sliced
         done = calls.preadv(fd, piece.views, piece.offset)
-        if done == piece.nbytes or done == 0:
+        if done in (0, piece.nbytes):
             return done
     cursor = _Cursor(piece.views)
     cursor.advance(done)
@@ -278,7 +275,9 @@ def write_all(
             _write_piece(calls, fd, _rest(piece, done), deadline, False)
 
 
-def _read_run(calls: OsCalls, fd: int, views: list[memoryview], offset: int, nbytes: int, deadline: float, direct: Direct) -> int:
+def _read_run(
+    calls: OsCalls, fd: int, views: list[memoryview], offset: int, nbytes: int, deadline: float, direct: Direct
+) -> int:
     if not (direct.enabled and nbytes >= direct.minimum):
         return _read_piece(calls, fd, _Piece(False, views, offset, nbytes), deadline, False)
     total = 0
@@ -295,7 +294,7 @@ def _read_run(calls: OsCalls, fd: int, views: list[memoryview], offset: int, nby
 class Range(NamedTuple):
     """One wanted range: which item of the batch, where it goes, where it begins in the record."""
 
-    index: int
+    item: int
     dst: memoryview
     offset: int
 
@@ -307,7 +306,7 @@ def read_ranges(
 
     Args:
         size: of the file, in bytes. A file that ends earlier while it is read was cut.
-        counts: receives for each finished range, by `index`, the bytes that lie inside the file.
+        counts: receives for each finished range, by `item`, the bytes that lie inside the file.
 
     Raises:
         OSError: as preadv(2); `Cut`.
@@ -332,6 +331,7 @@ def read_ranges(
         done = _read_run(calls, fd, views, first.offset, wanted, deadline, direct) if wanted else 0
         if done < wanted and first.offset + done < size:
             raise Cut(first.offset + done, size)
-        for item in ranges[position:stop]:
-            counts[item.index] = min(len(item.dst), max(0, first.offset + done - item.offset))
+        for wanted_range in ranges[position:stop]:
+            inside = max(0, first.offset + done - wanted_range.offset)
+            counts[wanted_range.item] = min(len(wanted_range.dst), inside)
         position = stop

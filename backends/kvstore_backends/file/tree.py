@@ -14,7 +14,10 @@ from kvstore.keys import Key
 from .naming import OWN, QUARANTINE, WRITERS, is_folder, parse_record, parse_temp, parse_writer, quarantined
 from .oscalls import OsCalls
 
-__all__ = ["FOLDER_FLAGS", "Leaf", "Marker", "Stored", "has_dead_writer", "list_quarantine", "sweep_leaf", "walk"]
+__all__ = [
+    "FOLDER_FLAGS", "HANDLE_FLAGS", "Leaf", "Marker", "Stored", "dead_writers", "forget_writers", "list_quarantine",
+    "sweep_leaf", "walk",
+]  # fmt: skip
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 HANDLE_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -158,33 +161,43 @@ def list_quarantine(calls: OsCalls, root: int) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def has_dead_writer(calls: OsCalls, root: int) -> bool:
-    """Whether a process that made named temporary files ended without saying so; forgets such processes."""
+def dead_writers(calls: OsCalls, root: int) -> list[str]:
+    """Markers of processes that made named temporary files and ended without saying so."""
     try:
         fd = calls.open_beneath(root, WRITERS, FOLDER_FLAGS)
     except OSError as error:
         if error.errno in _GONE or error.errno == errno.EACCES:
-            return False
+            return []
         raise
-    dead = False
+    dead = []
     now = time.time()
     try:
         with calls.scandir(fd) as entries:
-            names = [entry.name for entry in entries]
+            for entry in entries:
+                owner = parse_writer(entry.name)
+                if owner is None:
+                    continue
+                try:
+                    if owner.is_stale(now - entry.stat(follow_symlinks=False).st_mtime):
+                        dead.append(entry.name)
+                except FileNotFoundError:
+                    continue
+    finally:
+        calls.close(fd)
+    return dead
+
+
+def forget_writers(calls: OsCalls, root: int, names: list[str]) -> None:
+    """Remove their markers, when what they left was swept."""
+    fd = calls.open_beneath(root, WRITERS, HANDLE_FLAGS)
+    try:
         for name in names:
-            owner = parse_writer(name)
-            if owner is None:
-                continue
             try:
-                age = now - calls.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
-                if owner.is_stale(age):
-                    dead = True
-                    calls.unlink(name, dir_fd=fd)
+                calls.unlink(name, dir_fd=fd)
             except OSError:  # gone, or another user's: then its sweep is that user's as well
                 continue
     finally:
         calls.close(fd)
-    return dead
 
 
 class Marker:
