@@ -26,7 +26,7 @@ from .placement import Placement
 from .plan import Piece, cut, group, runs
 from .record import MAX_HEAD_BYTES, RAW, NeedMore, RecordSpec, Segment, checksum, parse_header, raw_checksums
 from .scheduler import Batch, Priority, deadline_passed
-from .targets import Counters, Target
+from .targets import Counters, Target, attempt
 
 __all__ = ["Flight", "Reader"]
 
@@ -531,22 +531,9 @@ _SUSPECT = Outcome(Status.ERROR, 0, CorruptRecord("failed verification", operati
 _Rest = Outcome | list[tuple[Segment, memoryview]]
 
 
-def _call(target: Target, reads: Sequence[Read], deadline: float) -> list[Outcome]:
-    """One call of the backend. Whatever it raises becomes the outcome of each item."""
-    try:
-        outcomes = target.backend.get_into(reads, deadline=deadline)
-        if len(outcomes) == len(reads):
-            return outcomes
-        error: KVStoreError = PermanentError(
-            f"the backend gave {len(outcomes)} outcomes for {len(reads)} reads", backend=target.name, operation="get"
-        )
-    except KVStoreError as raised:
-        error = raised
-    except BaseException as raised:
-        logger.exception("backend %s raised", target.name)
-        message = f"{type(raised).__name__}: {raised}"
-        error = TransientError(message, backend=target.name, operation="get", cause=raised)
-    return [Outcome.failed(error)] * len(reads)
+def _call(target: Target, reads: Sequence[Read], deadline: float) -> Sequence[Outcome]:
+    """One read call of the backend; it never raises."""
+    return attempt(target.name, "get", len(reads), lambda: target.backend.get_into(reads, deadline=deadline))
 
 
 def _cut(view: memoryview, sizes: Sequence[int]) -> list[memoryview]:

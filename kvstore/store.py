@@ -28,7 +28,7 @@ from .buffers import Buffer, BufferPool
 from .codec import codec_by_name
 from .completion import Completion
 from .config import Config, load_config
-from .errors import ClosedError, ConfigError, CorruptRecord, KVStoreError, TransientError
+from .errors import ClosedError, ConfigError, CorruptRecord, KVStoreError
 from .keys import Key, KeyContext, opaque_key
 from .layout import KVLayout
 from .metrics import Metrics
@@ -38,7 +38,7 @@ from .reads import Reader
 from .record import KIND_OPAQUE, RAW, Header, checksum, opaque_spec, parse_header
 from .registry import open_backend, split_options
 from .scheduler import Batch, LaneGroup, Priority, Timer, deadline_passed
-from .targets import Counters, Item, Target, Want, flat_bytes
+from .targets import Counters, Item, Target, Want, attempt, flat_bytes
 from .writes import Writer
 
 __all__ = ["Item", "Priority", "Store", "Want", "open_store"]
@@ -97,11 +97,16 @@ class Store:
     def _open_targets(
         self, backends: Sequence[Backend] | None, undo: contextlib.ExitStack
     ) -> tuple[list[Target], Placement]:
-        opened: list[tuple[str, float, Backend]] = []
+        names: list[str] = []
+        weights: list[float] = []
+        opened: list[Backend] = []
+        settings: list[Mapping[str, Any]] = []  # of the wrappers
         if backends is not None:
-            for backend in backends:
+            opened = [*backends]
+            names, weights = [backend.name for backend in opened], [1.0] * len(opened)
+            settings = [{}] * len(opened)
+            for backend in opened:
                 undo.callback(backend.close)
-                opened.append((backend.name, 1.0, backend))
         else:
             from .wrappers import wrap
 
@@ -110,15 +115,30 @@ class Store:
                 backend = open_backend(url, **overrides)
                 undo.callback(backend.close)
                 split = split_options(url, type(backend), overrides)
-                wrapped = wrap(backend, split.wrapper, metrics=self.metrics)
-                opened.append((self.config.backend_name(url), split.placement["weight"], wrapped))
-        names, weights = [name for name, _, _ in opened], [weight for _, weight, _ in opened]
+                names.append(self.config.backend_name(url))
+                weights.append(split.placement["weight"])
+                settings.append(split.wrapper)
+                opened.append(wrap(backend, split.wrapper, metrics=self.metrics))
         placement = Placement(names, weights, self.config.replicas)
+        if self.config.replicas == 1 and any(values.get("hedge") for values in settings):
+            raise ConfigError("option 'hedge' needs another replica to read from; set replicas to 2 or more")
+        if self.config.replicas > 1:
+            opened = self._hedged(opened, settings, placement)
         targets = []
-        for index, (name, _, backend) in enumerate(opened):
+        for index, (name, backend) in enumerate(zip(names, opened, strict=True)):
             lanes = LaneGroup(name, backend.limits.lanes)
             targets.append(Target(index, name, backend, lanes, backend.limits, backend.capabilities))
         return targets, placement
+
+    def _hedged(self, backends: Sequence[Backend], settings: Sequence[Mapping[str, Any]], placement: Placement) -> Any:
+        """The backends, those with the option `hedge` with a second read to the next replica of each key."""
+        from .replicas import NextReplica
+        from .wrappers import hedge
+
+        return [
+            hedge(backend, NextReplica(index, backends, placement), values, metrics=self.metrics)
+            for index, (backend, values) in enumerate(zip(backends, settings, strict=True))
+        ]
 
     # The batched interface.
 
@@ -134,7 +154,7 @@ class Store:
             return target.backend.stat(some, deadline=until)
 
         batch = self._batch(len(keys), deadline, self.config.lookup_timeout, _prefix, "lookup")
-        self._fan_out(batch, keys, call, Priority.DEMAND, first_hit=True)
+        self._fan_out(batch, keys, call, "lookup", first_hit=True)
         return batch.completion
 
     def submit_get(
@@ -188,7 +208,7 @@ class Store:
         and segments are verified. Encoded records are not leased. The caller releases each buffer.
         """
         batch = self._batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
-        self._fan_out(batch, keys, self._lease, Priority.DEMAND, first_hit=True)
+        self._fan_out(batch, keys, self._lease, "lease", first_hit=True)
         return batch.completion
 
     def submit_delete(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
@@ -198,7 +218,7 @@ class Store:
             return target.backend.delete(some, deadline=until)
 
         batch = self._batch(len(keys), deadline, self.config.put_timeout, self._outcomes, "delete")
-        self._fan_out(batch, keys, call, Priority.DEMAND, first_hit=False)
+        self._fan_out(batch, keys, call, "delete", first_hit=False)
         return batch.completion
 
     def submit_heads(
@@ -206,7 +226,7 @@ class Store:
     ) -> Completion[Sequence[Header | None]]:
         """The verified headers (shape, codec, meta) of records; None for those that are missing or damaged."""
         batch = self._batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get")
-        self._fan_out(batch, keys, self._heads, Priority.DEMAND, first_hit=True)
+        self._fan_out(batch, keys, self._heads, "get", first_hit=True)
         return batch.completion
 
     def list(self, *, deadline: float | None = None) -> Iterator[Sequence[KeyInfo]]:
@@ -296,7 +316,8 @@ class Store:
                 results[index] = buffers[index] if into is None else outcome.nbytes
         if into is not None:
             done.settled(None)  # the buffers are the caller's own memory
-        return results
+        found: Sequence[Any] = results
+        return found
 
     def hit_prefix(self, names: Sequence[Any], *, timeout: float | None = None) -> int:
         """How many leading names are stored. Seconds; None means `lookup_timeout`."""
@@ -405,7 +426,7 @@ class Store:
         batch: Batch,
         keys: Sequence[Key],
         call: Callable[[Target, Sequence[Key], float], Sequence[Any]],
-        priority: Priority,
+        operation: str,
         *,
         first_hit: bool,
     ) -> None:
@@ -413,30 +434,34 @@ class Store:
         orders = [self._placement.order(key) for key in keys]
         best: Any = [MISS] * len(keys)
 
-        def ask(indices: Sequence[int], attempt: int) -> None:
+        def ask(indices: Sequence[int], number: int) -> None:
             by_target: dict[int, Any] = {}
             for index in indices:
-                by_target.setdefault(orders[index][attempt], []).append(index)
-            for number, some in by_target.items():
-                target = self._targets[number]
+                by_target.setdefault(orders[index][number], []).append(index)
+            for place, some in by_target.items():
+                target = self._targets[place]
                 parts = group([1] * len(some), limits=target.limits, capabilities=target.capabilities)
-                jobs = [_bind(run, target, some[begin:end], attempt) for begin, end in parts]
+                jobs = [_bind(run, target, some[begin:end], number) for begin, end in parts]
                 try:
-                    target.lanes.submit(jobs, priority)
+                    target.lanes.submit(jobs, Priority.DEMAND)
                 except KVStoreError as error:
-                    settle(some, [Outcome.failed(error)] * len(some), attempt)
+                    settle(some, [Outcome.failed(error)] * len(some), number)
 
-        def run(target: Target, some: Sequence[int], attempt: int) -> None:
-            results = _guarded(call, target, [keys[index] for index in some], batch)
-            settle(some, results, attempt)
+        def run(target: Target, some: Sequence[int], number: int) -> None:
+            asked = [keys[index] for index in some]
+            if batch.alive:
+                results = attempt(target.name, operation, len(some), lambda: call(target, asked, batch.deadline))
+            else:
+                results = [deadline_passed(target.name, operation)] * len(some)
+            settle(some, results, number)
 
-        def settle(some: Sequence[int], results: Sequence[Any], attempt: int) -> None:
+        def settle(some: Sequence[int], results: Sequence[Any], number: int) -> None:
             final, more = [], []
             for index, result in zip(some, results, strict=True):
                 hit = not isinstance(result, Outcome) or result.status is Status.OK
                 if hit or (isinstance(result, Outcome) and best[index] is MISS):
                     best[index] = result
-                if attempt + 1 < len(orders[index]) and not (hit and first_hit):
+                if number + 1 < len(orders[index]) and not (hit and first_hit):
                     more.append(index)
                 else:
                     final.append((index, best[index]))
@@ -444,7 +469,7 @@ class Store:
                 if isinstance(late, Buffer):
                     late.release()
             if more and batch.alive:
-                ask(more, attempt + 1)
+                ask(more, number + 1)
 
         ask(range(len(keys)), 0)
 
@@ -484,7 +509,8 @@ class Store:
                 results.append(_whole_header(target, key, view[: outcome.nbytes], deadline))
             except CorruptRecord as error:
                 results.append(Outcome.failed(error))
-        return results
+        heads: Sequence[Any] = results
+        return heads
 
 
 def _whole_header(target: Target, key: Key, data: memoryview, deadline: float) -> Header | Outcome:
@@ -529,24 +555,6 @@ def _segments(item: Item) -> list[memoryview]:
 
 def _bind(run: Callable[..., None], *args: Any) -> Callable[[], None]:
     return lambda: run(*args)
-
-
-def _guarded(call: Callable[..., Sequence[Any]], target: Target, keys: Sequence[Key], batch: Batch) -> Sequence[Any]:
-    """One call of a backend; whatever it raises becomes the outcome of each key."""
-    error: KVStoreError
-    if not batch.alive:
-        return [deadline_passed(target.name, "lookup")] * len(keys)
-    try:
-        results = call(target, keys, batch.deadline)
-        if len(results) == len(keys):
-            return results
-        error = TransientError(f"{len(results)} outcomes for {len(keys)} keys", backend=target.name)
-    except KVStoreError as raised:
-        error = raised
-    except BaseException as raised:
-        logger.exception("backend %s raised", target.name)
-        error = TransientError(f"{type(raised).__name__}: {raised}", backend=target.name, cause=raised)
-    return [Outcome.failed(error)] * len(keys)
 
 
 def _prefix(outcomes: Sequence[Outcome]) -> int:

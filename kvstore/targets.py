@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .backend import Backend, Capability, Limits
+from .backend import Backend, Capability, Limits, Outcome
 from .buffers import Buffer
-from .errors import ConfigError
+from .errors import ConfigError, KVStoreError, PermanentError, TransientError
 from .keys import Key
 from .record import RecordSpec
 from .scheduler import LaneGroup
+from .wrappers.base import map_error
 
-__all__ = ["Counters", "Item", "Target", "Want"]
+__all__ = ["Counters", "Item", "Target", "Want", "attempt", "flat_bytes"]
+
+logger = logging.getLogger("kvstore.targets")
 
 
 class Want(NamedTuple):
@@ -81,6 +85,27 @@ class Target:
     lanes: LaneGroup
     limits: Limits
     capabilities: Capability
+
+
+def attempt(name: str, operation: str, count: int, call: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """One call of the backend `name`: its answers, `count` of them. Whatever it raises becomes the outcome of each
+    item: a lane must outlive whatever a backend does."""
+    error: KVStoreError
+    try:
+        answers = call()
+        if len(answers) == count:
+            return answers
+        error = PermanentError(f"it gave {len(answers)} answers for {count} items", backend=name, operation=operation)
+    except KVStoreError as raised:
+        error = raised
+    except Exception as raised:
+        logger.exception("backend %s raised", name)
+        error = map_error(raised, backend=name, operation=operation)
+    except BaseException as raised:  # a cancelled event loop of a library, sys.exit in a plug-in
+        logger.exception("backend %s raised", name)
+        message = f"the backend raised {type(raised).__name__}"
+        error = TransientError(message, backend=name, operation=operation, cause=raised)
+    return [Outcome.failed(error)] * count
 
 
 @dataclass

@@ -21,7 +21,7 @@ from .placement import Placement
 from .plan import group
 from .record import build_record
 from .scheduler import Batch, Priority, deadline_passed
-from .targets import Counters, Item, Target
+from .targets import Counters, Item, Target, attempt
 
 __all__ = ["Writer"]
 
@@ -52,7 +52,7 @@ class _Put:
     def wanted(self) -> bool:
         return self.batch.alive or any(put.batch.alive for put in self.followers)
 
-    def record(self, codec: Codec | None, itemsize: int) -> list[memoryview]:
+    def record(self, codec: Codec | None) -> list[memoryview]:
         """The record's views; encoded and checksummed once, by whichever lane comes first."""
         with self.lock:
             if self.views is None:
@@ -60,6 +60,7 @@ class _Put:
                 if codec is None:
                     self.views = build_record(item.key, item.spec, self.segments, meta=item.meta)
                 else:
+                    itemsize = _itemsize(item)
                     encoded = [codec.encode(segment, itemsize=itemsize) for segment in self.segments]
                     self.views = build_record(
                         item.key,
@@ -164,32 +165,31 @@ class Writer:
             if not put.wanted:
                 outcomes[index] = deadline_passed(target.name, "put")
         deadline = max((put.batch.deadline for put in puts), default=0.0)
-        try:
-            if self._codec is not None:  # encoding what is there already would be wasted
-                open_ = [index for index, outcome in enumerate(outcomes) if outcome is None]
-                found = target.backend.stat([puts[index].item.key for index in open_], deadline=deadline)
-                for index, outcome in zip(open_, found, strict=True):
-                    if outcome.status is Status.OK:
-                        outcomes[index] = EXISTS
-            writes, places = [], []
-            for index, put in enumerate(puts):
-                if outcomes[index] is None:
-                    itemsize = _itemsize(put.item)
-                    writes.append(Write(put.item.key, put.record(self._codec, itemsize), put.item.parent))
+        backend, keys = target.backend, [put.item.key for put in puts]
+        if self._codec is not None:  # encoding what is there already would be wasted
+            open_ = [index for index, outcome in enumerate(outcomes) if outcome is None]
+            asked = [keys[index] for index in open_]
+            found = attempt(target.name, "put", len(open_), lambda: backend.stat(asked, deadline=deadline))
+            for index, outcome in zip(open_, found, strict=True):
+                if outcome.status is Status.OK:
+                    outcomes[index] = EXISTS
+        writes, places = [], []
+        for index, put in enumerate(puts):
+            if outcomes[index] is None:
+                try:
+                    record = put.record(self._codec)
+                except KVStoreError as error:  # meta that does not fit the format
+                    outcomes[index] = Outcome.failed(error)
+                except (MemoryError, ValueError, TypeError) as error:
+                    outcomes[index] = Outcome.failed(PermanentError(f"encoding failed: {error}", key=keys[index]))
+                else:
+                    writes.append(Write(keys[index], record, put.item.parent))
                     places.append(index)
-            if writes:
-                written = target.backend.put(writes, deadline=deadline)
-                for index, outcome in zip(places, written, strict=True):
-                    outcomes[index] = outcome
-        except KVStoreError as error:
-            return [Outcome.failed(error) if outcome is None else outcome for outcome in outcomes]
-        except BaseException as error:
-            logger.exception("backend %s raised", target.name)
-            message = f"{type(error).__name__}: {error}"
-            wrapped = TransientError(message, backend=target.name, operation="put", cause=error)
-            return [Outcome.failed(wrapped) if outcome is None else outcome for outcome in outcomes]
-        nothing = Outcome.failed(PermanentError("the backend gave no outcome", backend=target.name, operation="put"))
-        return [nothing if outcome is None else outcome for outcome in outcomes]
+        if writes:
+            written = attempt(target.name, "put", len(writes), lambda: backend.put(writes, deadline=deadline))
+            for index, outcome in zip(places, written, strict=True):
+                outcomes[index] = outcome
+        return [_UNTOLD if outcome is None else outcome for outcome in outcomes]
 
     def _replica_done(self, puts: Sequence[_Put], outcomes: Sequence[Outcome]) -> None:
         """One target is done with these records; settle those that have no replica left."""
@@ -265,6 +265,9 @@ class Writer:
             puts = [put for put in self._puts.values() if put.views is None]
         for put in puts:
             put.batch.fail(error)
+
+
+_UNTOLD = Outcome.failed(PermanentError("the backend gave no outcome", operation="put"))
 
 
 def _itemsize(item: Item) -> int:

@@ -83,8 +83,10 @@ def main() -> int:
     print(f"{given.tokens} tokens, chunks of 256, median of {given.repeats}; ceiling: one SHA-256 over the token ids")
     for row in rows:
         bar = found[f"keys.{row['name']}.mtok_s"]["bar"]
-        print(f"{row['name']:>13} {row['mtok_s']:8.1f} M tokens/s  (best {row['best_mtok_s']:6.1f})  {row['ratio']:5.2f}"
-              f" of the ceiling{f'   bar {bar:g}' if bar else ''}")  # fmt: skip
+        print(
+            f"{row['name']:>13} {row['mtok_s']:8.1f} M tokens/s  (best {row['best_mtok_s']:6.1f})  {row['ratio']:5.2f}"
+            + f" of the ceiling{f'   bar {bar:g}' if bar else ''}"
+        )
     if given.json:
         given.json.write_text(json.dumps({"rows": rows, "figures": found}, indent=1) + "\n")
     missed = [name for name, figure in found.items() if figure["bar"] and figure["value"] < figure["bar"]]

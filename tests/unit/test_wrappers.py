@@ -1,4 +1,4 @@
-"""What all wrappers share: forwarding, mapping of what a broken backend raises, closing, the standard stack, its cost."""
+"""What all wrappers share: forwarding, mapping of what a broken backend raises, closing; the standard stack."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def options(text: str) -> dict[str, Any]:
         ("retries=0", ["MeteredBackend", "BreakerBackend", "LimitedBackend", "DictBackend"]),
         ("breaker_failures=0", ["MeteredBackend", "RetryingBackend", "LimitedBackend", "DictBackend"]),
         ("max_calls=0", ["MeteredBackend", "BreakerBackend", "RetryingBackend", "DictBackend"]),
-        ("max_calls=0&max_inflight=64MiB&retries=0", ["MeteredBackend", "BreakerBackend", "LimitedBackend", "DictBackend"]),
+        ("max_calls=0&max_inflight=1MiB&breaker_failures=0", ["MeteredBackend", "RetryingBackend", "LimitedBackend", "DictBackend"]),
         ("retries=0&breaker_failures=0&max_calls=0", ["MeteredBackend", "DictBackend"]),
     ],
 )  # fmt: skip
@@ -368,7 +368,9 @@ def test_wrap_bounds_calls_by_the_lanes_unless_told_otherwise() -> None:
     assert limit({"max_calls": "3"}) == 3
 
 
-@pytest.mark.parametrize("text", ["retries=3", "retries=-1", "breaker_interval=0s", "hedge_extra=1.5", "max_inflight=x"])
+@pytest.mark.parametrize(
+    "text", ["retries=3", "retries=-1", "breaker_interval=0s", "hedge_extra=1.5", "max_inflight=x"]
+)
 def test_bad_options_are_config_errors(text: str) -> None:
     with pytest.raises(ConfigError, match=text.partition("=")[0]):
         options(text)

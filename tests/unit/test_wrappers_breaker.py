@@ -45,7 +45,11 @@ class Rig:
         self.inner = FaultyBackend(DictBackend(), otherwise=otherwise or Fault.error())
         arguments: dict[str, object] = {"open_for": 1.0, "max_open_for": 8.0, "rng": lambda: 1.0, **more}
         self.backend = BreakerBackend(
-            self.inner, failures=failures, metrics=self.metrics, clock=self.clock, **arguments  # type: ignore[arg-type]
+            self.inner,
+            failures=failures,
+            metrics=self.metrics,
+            clock=self.clock,
+            **arguments,  # type: ignore[arg-type]
         )
 
     def stat(self, count: int = 1, deadline: float = FAR) -> list[Outcome]:
@@ -63,7 +67,9 @@ class Rig:
 
 
 def refused(outcomes: Sequence[Outcome]) -> bool:
-    return all(isinstance(outcome.error, TransientError) and "breaker open" in str(outcome.error) for outcome in outcomes)
+    return all(
+        isinstance(outcome.error, TransientError) and "breaker open" in str(outcome.error) for outcome in outcomes
+    )
 
 
 # Opening.

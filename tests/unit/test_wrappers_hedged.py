@@ -17,7 +17,6 @@ from kvstore.keys import Key
 from kvstore.metrics import Metrics
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from kvstore.wrappers import HedgedBackend
-from kvstore.wrappers.hedging import Budget, LatencyTable, Workers
 
 FAR = math.inf
 
@@ -36,7 +35,11 @@ class Rig:
         self.pool = BufferPool(1 << 20)
         arguments: dict[str, object] = {"max_extra": 1.0, "min_samples": 4, "min_delay": 0.005, **more}
         self.backend = HedgedBackend(
-            self.primary, self.alternate, pool=self.pool, metrics=self.metrics, **arguments  # type: ignore[arg-type]
+            self.primary,
+            self.alternate,
+            pool=self.pool,
+            metrics=self.metrics,
+            **arguments,  # type: ignore[arg-type]
         )
         self.stored: dict[int, bytes] = {}
         self.before: dict[tuple[str, str], float] = {}
@@ -224,7 +227,9 @@ def test_partial_answers_of_both_replicas_are_put_together_by_key(rig: Rig) -> N
 
 def test_when_both_fail_the_primarys_outcome_stands(rig: Rig) -> None:
     reads = rig.reads(0, 1, 2)
-    rig.primary.push(Fault.hang(Fault.each({0: Fault.miss(), 1: Fault.error(PermanentError("denied"))})), operation="get")
+    rig.primary.push(
+        Fault.hang(Fault.each({0: Fault.miss(), 1: Fault.error(PermanentError("denied"))})), operation="get"
+    )
     rig.alternate.push(Fault.error(), operation="get")
     outcomes: list[Outcome] = []
     caller = threading.Thread(target=lambda: outcomes.extend(rig.get(reads)))
@@ -380,7 +385,9 @@ def test_everything_else_goes_to_the_primary_only(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("fault", [Fault.miss(), Fault.error(), Fault.raises(OSError(5, "x")), Fault.raises(ClosedError("c"))])
+@pytest.mark.parametrize(
+    "fault", [Fault.miss(), Fault.error(), Fault.raises(OSError(5, "x")), Fault.raises(ClosedError("c"))]
+)
 def test_misses_and_errors_fall_through(make_rig: Callable[..., Rig], fault: Fault, warm: bool) -> None:
     rig = make_rig(min_samples=4 if warm else 1000, min_delay=3600.0)
     rig.warm(0, 1, 2, 3)
@@ -531,69 +538,9 @@ def test_many_threads_get_their_own_bytes(make_rig: Callable[..., Rig]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"quantile": 0.0}, {"quantile": 1.0}, {"max_extra": 1.1}, {"min_samples": 0}, {"min_delay": -1.0}, {"threads": 0}]
+    "bad",
+    [{"quantile": 0.0}, {"quantile": 1.0}, {"max_extra": 1.1}, {"min_samples": 0}, {"min_delay": -1.0}, {"threads": 0}],
 )
 def test_bad_arguments(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         HedgedBackend(DictBackend(), DictBackend(), **bad)  # type: ignore[arg-type]
-
-
-# The parts.
-
-
-def test_the_quantile_is_of_recent_latencies_of_that_size() -> None:
-    table = LatencyTable(0.95, 20)
-    for at in range(19):
-        table.note("get", 1000, float(at))
-    assert table.quantile("get", 1000) is None
-    table.note("get", 1000, 19.0)
-    assert table.quantile("get", 1000) == 19.0
-    assert table.quantile("get", 1 << 20) is None
-    assert table.quantile("stat", 1000) is None
-    for _ in range(300):
-        table.note("get", 1000, 0.5)
-    assert table.quantile("get", 1000) == 0.5  # the old ones are forgotten
-    assert [LatencyTable.size_class(size) for size in (0, 1, 3, 4, 15, 16, 1 << 20)] == [0, 1, 1, 2, 2, 3, 11]
-
-
-def test_the_budget_is_a_share_with_bounded_savings() -> None:
-    budget = Budget(0.05, burst=10)
-    assert not budget.pay(1)
-    for _ in range(20):
-        budget.earn(1)
-    assert budget.covers(1)
-    assert budget.pay(1)
-    assert not budget.pay(1)
-    for _ in range(10_000):
-        budget.earn(1)
-    paid = 0
-    while budget.pay(1):
-        paid += 1
-    assert paid == 10
-
-
-def test_workers_are_reused_bounded_and_stopped() -> None:
-    workers = Workers(2, "test")
-    gate, done = threading.Event(), threading.Semaphore(0)
-    names: list[str] = []
-
-    def task() -> None:
-        names.append(threading.current_thread().name)
-        gate.wait(30)
-        done.release()
-
-    assert workers.submit(task)
-    assert workers.submit(task)
-    assert not workers.submit(task)
-    gate.set()
-    for _ in range(2):
-        done.acquire(timeout=30)
-    end = time.monotonic() + 30
-    while not workers.submit(task):  # a thread is free a moment after its task has ended
-        assert time.monotonic() < end
-    done.acquire(timeout=30)
-    assert len(set(names)) == 2
-    workers.stop()
-    workers.stop()
-    assert not workers.submit(task)
-    assert workers.join(30)

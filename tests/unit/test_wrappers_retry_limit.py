@@ -1,4 +1,4 @@
-"""`RetryingBackend`, `LimitedBackend` and `MeteredBackend`."""
+"""`RetryingBackend` and `LimitedBackend`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
-from kvstore.backend import EXISTS, OK, KeyInfo, Outcome, Read, Status, Write
-from kvstore.buffers import Buffer, BufferPool
+from kvstore.backend import EXISTS, KeyInfo, Outcome, Read, Status, Write
 from kvstore.errors import ClosedError, ConfigError, PermanentError, PoolExhausted, TransientError
 from kvstore.keys import Key
 from kvstore.metrics import Metrics
 from kvstore.testing import DictBackend, Fault, FaultyBackend
-from kvstore.wrappers import BreakerBackend, CallTrace, LimitedBackend, MeteredBackend, RetryingBackend
+from kvstore.wrappers import BreakerBackend, LimitedBackend, RetryingBackend
 
 FAR = math.inf
 ERROR, MISSED, FINE = Status.ERROR, Status.MISS, Status.OK
@@ -77,7 +78,11 @@ def test_only_what_failed_in_passing_is_tried_again_and_merged_in_order() -> Non
     outcomes = backend.get_into(reads, deadline=FAR)
     assert statuses(outcomes) == [FINE, ERROR, FINE, MISSED, FINE]
     assert [bytes(reads[at].dst) for at in (0, 2, 4)] == [b"0000", b"0002", b"0004"]
-    assert [call.keys for call in inner.calls_of("get")] == [tuple(key(at) for at in range(5)), (key(2), key(4)), (key(4),)]
+    assert [call.keys for call in inner.calls_of("get")] == [
+        tuple(key(at) for at in range(5)),
+        (key(2), key(4)),
+        (key(4),),
+    ]
     inner.assert_done()
     assert clock.slept == [0.05, 0.1]  # half of 0.1, half of 0.2
     assert metrics.value("kvstore_retries_total", "dict", "get") == 2
@@ -258,11 +263,15 @@ def test_bytes_in_flight_are_bounded_and_callers_served_in_order() -> None:
     """8 of 10 bytes are in flight; 9 wait, and 2 behind them wait too, although they would fit."""
     inner = FaultyBackend(DictBackend(), {"put": [Fault.hang(), Fault.hang(), Fault.hang()]})
     backend = LimitedBackend(inner, concurrency=9, bytes_in_flight=10)
+
+    def put(size: int) -> None:
+        backend.put([write(size, bytes(size))], deadline=FAR)
+
     threads = []
     for count, size in enumerate((8, 9, 2)):
-        threads.append(start(lambda size=size: backend.put([write(size, bytes(size))], deadline=FAR)))
+        threads.append(start(partial(put, size)))
         inner.wait_hung(1)
-        wait_for(lambda count=count: waiting(backend) == count)
+        wait_for(lambda count=count: waiting(backend) == count)  # type: ignore[misc]
     for in_flight in (8, 9, 2):
         inner.wait_hung(1)
         assert backend.in_flight == (1, in_flight)
@@ -451,131 +460,6 @@ def test_a_full_house_does_not_open_the_breaker() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"concurrency": 0}, {"concurrency": 1, "bytes_in_flight": 0}])
-def test_bad_arguments_of_limited(bad: dict[str, int]) -> None:
+def test_bad_arguments_of_limited(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         LimitedBackend(DictBackend(), **bad)
-
-
-# Metered.
-
-
-def test_every_outcome_is_counted_where_it_belongs() -> None:
-    clock = FakeClock()
-    metrics = Metrics()
-    inner = FaultyBackend(DictBackend())
-    backend = MeteredBackend(inner, metrics, clock=clock)
-    backend.put([write(1, bytes(100)), write(2, bytes(50)), write(1)], deadline=FAR)
-    inner.push(Fault.each({1: Fault.error(), 2: Fault.error(PermanentError("denied"))}), operation="get")
-    backend.get_into([read(1, 100), read(2, 50), read(2, 50), read(3)], deadline=FAR)
-    backend.get_into([read(1, 100), read(3, 9)], deadline=FAR)
-    backend.stat([key(1)], deadline=FAR)
-
-    def value(name: str, *labels: str) -> float:
-        return metrics.value(f"kvstore_{name}", "dict", *labels)
-
-    assert value("backend_calls_total", "get") == 2
-    assert value("backend_items_total", "put", "ok") == 2
-    assert value("backend_items_total", "put", "exists") == 1
-    assert value("backend_items_total", "get", "ok") == 2
-    assert value("backend_items_total", "get", "miss") == 2
-    assert value("backend_items_total", "get", "error") == 2
-    assert value("backend_errors_total", "get", "TransientError") == 1
-    assert value("backend_errors_total", "get", "PermanentError") == 1
-    assert value("backend_bytes_total", "put") == 150
-    assert value("backend_bytes_total", "get") == 200
-    assert value("backend_transfer_bytes_total", "get") == 100  # the call with failures is not throughput
-    assert value("backend_bytes_total", "stat") == 0  # the size of a record is not moved
-    assert value("backend_call_seconds", "get") == 2
-
-
-def test_seconds_of_failed_calls_are_latency_but_not_throughput() -> None:
-    clock = FakeClock()
-    metrics = Metrics()
-
-    class Slow(DictBackend):
-        def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
-            clock.now += 2.0
-            return super().get_into(reads, deadline=deadline)
-
-    inner = FaultyBackend(Slow())
-    backend = MeteredBackend(inner, metrics, clock=clock)
-    backend.put([write(1, bytes(100))], deadline=FAR)
-    backend.get_into([read(1, 100)], deadline=FAR)
-    inner.push(Fault.cut(10), operation="get")
-    backend.get_into([read(1, 100)], deadline=FAR)
-    assert metrics.value("kvstore_backend_transfer_seconds_total", "dict", "get") == pytest.approx(2.0)
-    assert metrics.value("kvstore_backend_transfer_bytes_total", "dict", "get") == 100
-    (series,) = [s for s in metrics.snapshot()["kvstore_backend_call_seconds"]["series"] if s["labels"]["operation"] == "get"]
-    assert (series["count"], series["sum"]) == (2, pytest.approx(4.0))
-
-
-def test_what_is_raised_is_counted_and_passes() -> None:
-    metrics = Metrics()
-    backend = MeteredBackend(FaultyBackend(DictBackend(), otherwise=Fault.raises(ClosedError("closed"))), metrics)
-    with pytest.raises(ClosedError):
-        backend.stat([key(1), key(2)], deadline=FAR)
-    with pytest.raises(ClosedError):
-        backend.list(deadline=FAR)
-    assert metrics.value("kvstore_backend_errors_total", "dict", "stat", "ClosedError") == 2
-    assert metrics.value("kvstore_backend_errors_total", "dict", "list", "ClosedError") == 1
-    foreign = MeteredBackend(FaultyBackend(DictBackend(), otherwise=Fault.raises(ValueError("bug"))), metrics)
-    foreign.stat([key(1)], deadline=FAR)
-    assert metrics.value("kvstore_backend_errors_total", "dict", "stat", "PermanentError") == 1
-
-
-def test_leases_and_listings_are_counted() -> None:
-    metrics = Metrics()
-    with BufferPool(1 << 16) as pool:
-
-        class Leasing(DictBackend):
-            def lease(self, keys: Sequence[Key], *, deadline: float) -> list[Buffer | None]:
-                return [None, *(pool.acquire(8) for _ in keys[1:])]
-
-        inner = Leasing()
-        backend = MeteredBackend(inner, metrics)
-        for lease in backend.lease([key(1), key(2), key(3)], deadline=FAR):
-            if lease is not None:
-                lease.release()
-    assert metrics.value("kvstore_backend_items_total", "dict", "lease", "ok") == 2
-    assert metrics.value("kvstore_backend_items_total", "dict", "lease", "miss") == 1
-    inner.put([write(1), write(2)], deadline=FAR)
-    assert len(list(backend.list(deadline=FAR))) == 1
-    assert metrics.value("kvstore_backend_items_total", "dict", "list", "ok") == 2
-    assert metrics.value("kvstore_backend_calls_total", "dict", "list") == 1
-
-
-def test_a_trace_hook_sees_start_and_end() -> None:
-    clock = FakeClock()
-    events: list[CallTrace] = []
-    inner = FaultyBackend(DictBackend(), {"get": [Fault.ok(), Fault.error().on(0)]})
-    inner.inner.put([write(1)], deadline=FAR)
-    backend = MeteredBackend(inner, Metrics(), trace=events.append, clock=clock)
-    backend.get_into([read(1)], deadline=FAR)
-    backend.get_into([read(1), read(1)], deadline=FAR)
-    backend.lease([key(1)], deadline=FAR)
-    list(backend.list(deadline=FAR))
-    inner.push(Fault.raises(KeyboardInterrupt()), operation="stat")
-    with pytest.raises(KeyboardInterrupt):
-        backend.stat([key(1)], deadline=FAR)
-    assert events == [
-        CallTrace(False, "dict", "get", 1), CallTrace(True, "dict", "get", 1, 4, 0.0, 0),
-        CallTrace(False, "dict", "get", 2), CallTrace(True, "dict", "get", 2, 4, 0.0, 1),
-        CallTrace(False, "dict", "lease", 1), CallTrace(True, "dict", "lease", 1, 0, 0.0, 0),
-        CallTrace(False, "dict", "list", 0), CallTrace(True, "dict", "list", 1, 0, 0.0, 0),
-        CallTrace(False, "dict", "stat", 1), CallTrace(True, "dict", "stat", 1, 0, 0.0, 1),
-    ]  # fmt: skip
-
-
-def test_a_trace_hook_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[CallTrace] = []
-
-    def trace(event: CallTrace) -> None:
-        seen.append(event)
-        raise RuntimeError("hook")
-
-    backend = MeteredBackend(DictBackend(), Metrics(), trace=trace)
-    for _ in range(3):
-        assert backend.put([write(1)], deadline=FAR)[0].stored
-    assert len(seen) == 1
-    assert len([record for record in caplog.records if "trace hook" in record.message]) == 1
-    assert OK.ok
