@@ -15,7 +15,8 @@ keys and byte ranges, nothing of models, layers or codecs. The contract, each li
 * `deadline` is absolute, in seconds of `time.monotonic()`, and covers everything: waiting, connects, retries.
   What was not done by then is ERROR with a `TransientError`.
 * `quarantine` frees a name whose bytes proved corrupt, so that the next put of the key succeeds, and keeps the
-  bytes where an operator can look at them if the backend can. It never touches a record that was replaced since.
+  bytes where an operator can look at them if the backend can. It never touches a record that was replaced since this
+  backend last read it.
 * Methods may be called from up to `limits.lanes` threads at once.
 * After `os.fork()` a backend works in the child, or raises `ClosedError` with a sentence that says so.
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -100,11 +101,18 @@ EXISTS = Outcome(Status.EXISTS)
 
 
 class Read(NamedTuple):
-    """Read `len(dst)` bytes of the record `key`, beginning at byte `offset`, into `dst` (writable, flat, bytes)."""
+    """Read `len(dst)` bytes of the record `key`, beginning at byte `offset`, into `dst` (writable, flat, bytes).
+
+    `landed` is where the store checksums a segment while it is still in the CPU's cache. A backend with
+    `Capability.LANDING` calls it for each read that will be OK, before the call returns, once all of `dst` has arrived
+    and will not be written again by this call; the others never call it. It is quick and does not raise. A wrapper
+    that moves or changes bytes after the inner call must not claim the capability.
+    """
 
     key: Key
     dst: memoryview
     offset: int = 0
+    landed: Callable[[], None] | None = None
 
 
 class Write(NamedTuple):
@@ -149,6 +157,7 @@ class Capability(enum.Flag):
     SHARED = enum.auto()  # other processes or hosts see the same records
     DURABLE = enum.auto()  # records survive a restart of this process
     CAPACITY = enum.auto()  # enforces a limit in bytes by evicting
+    LANDING = enum.auto()  # calls `Read.landed`
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +236,7 @@ class Backend(ABC):
 
         Raises:
             PermanentError: the backend lacks `Capability.LIST`.
+            TransientError: the deadline passed; raised when it is noticed, at the call or between pages.
         """
         raise PermanentError("this backend cannot list its records", backend=self.name, operation="list")
 

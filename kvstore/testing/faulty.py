@@ -192,6 +192,8 @@ class FaultyBackend(Backend):
     def _end(
         self, call: Call, outcomes: Sequence[Outcome] | None = None, exception: BaseException | None = None
     ) -> None:
+        if self._pid != os.getpid():  # another thread may have held the lock at the fork
+            return
         with self._changed:
             call.outcomes, call.exception, call.done = outcomes, exception, True
             self._changed.notify_all()

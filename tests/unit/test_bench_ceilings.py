@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -108,9 +111,10 @@ def test_raw_reads_clean_up_when_the_files_cannot_be_made(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["read-2"]
 
 
-def test_raw_writes_publish_by_rename_and_are_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("allocate", [False, True])
+def test_raw_writes_publish_by_rename_and_are_removed(tmp_path: Path, allocate: bool) -> None:
     sources = views(3, 5000)
-    side = WriteFiles(tmp_path, sources)
+    side = WriteFiles(tmp_path, sources, allocate=allocate)
     for expected in (1, 2):
         for job in side.jobs(2):
             job()
@@ -121,8 +125,42 @@ def test_raw_writes_publish_by_rename_and_are_removed(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
-def test_raw_writes_remove_temporary_files_of_a_broken_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [True, False])
+def test_raw_writes_reserve_blocks_only_where_it_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    clock, calls = [0.0], []
+
+    def reserve(fd: int, offset: int, nbytes: int) -> None:
+        calls.append(nbytes)
+        clock[0] += 1.0 if slow else -0.1
+
+    real = ceilings._write
+
+    def write(fd: int, source: memoryview) -> None:
+        clock[0] += 0.5
+        real(fd, source)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(ceilings, "_write", write)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     side = WriteFiles(tmp_path, views(2, 10))
+    assert calls == [10] * 6  # three trials of two files
+    assert side.allocate is not slow
+    assert not list(tmp_path.iterdir())
+
+
+def test_raw_writes_do_without_where_blocks_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert WriteFiles(tmp_path, views(2, 10)).allocate is False
+    assert not list(tmp_path.iterdir())
+
+
+def test_raw_writes_remove_temporary_files_of_a_broken_pass(tmp_path: Path) -> None:
+    side = WriteFiles(tmp_path, views(2, 10), allocate=False)
     side.jobs(1)
     (tmp_path / "write-1-0.tmp").write_bytes(b"half")
     side.close()

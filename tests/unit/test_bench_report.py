@@ -98,6 +98,17 @@ def test_the_plain_table_is_aligned() -> None:
     assert plain_table(["a", "b"], []) == "a  b\n"
 
 
+@pytest.mark.parametrize(("spread", "busy"), [(0.05, False), (0.4, True)])
+def test_a_busy_machine_is_said(spread: float, busy: bool) -> None:
+    report = sample(machine={"ceiling_spread": spread})
+    out = io.StringIO()
+    report.print_table(out)
+    assert ("varied by 40%" in out.getvalue()) is busy
+    _, text = parsed(report)
+    assert ("varied by 40%" in text) is busy
+    assert f"{spread:.0%} between the quartiles" in text
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -386,6 +386,7 @@ def test_the_ratio_is_the_median_of_paired_ratios() -> None:
     assert done.speed == pytest.approx(2000 / 4.0)
     assert done.ceiling_speed == pytest.approx(2000 / 1.0)
     assert script.order[4:] == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert done.spread == pytest.approx((4000.0 - 2000 / 9) / 2000)
     assert done.cpu_s_per_byte == pytest.approx(7.5 / 6000)
 
 

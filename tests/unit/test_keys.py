@@ -312,7 +312,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(a=st.lists(plain, max_size=4), b=st.lists(plain, max_size=4))
 def test_no_two_lists_encode_alike(a: list[Any], b: list[Any]) -> None:
     assert (_encode(a) == _encode(b)) == (a == b)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import struct
+import sys
+import threading
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -337,3 +339,26 @@ def test_errors_name_what_is_wrong() -> None:
             parse_header(data, key=key, nbytes=nbytes)
         assert caught.value.key == key
         assert not isinstance(caught.value, NeedMore)
+
+
+def test_the_checksum_releases_the_gil() -> None:
+    """With a switch interval that never ends, another thread runs during the call only if the call lets it."""
+    block = memoryview(bytearray(64 << 20))
+    interval = sys.getswitchinterval()
+    seen = []
+    for _ in range(20):
+        go, ran = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda go=go, ran=ran: (go.wait(), ran.set()))
+        thread.start()
+        sys.setswitchinterval(1000)
+        try:
+            go.set()
+            before = ran.is_set()
+            checksum(block)
+            seen.append(ran.is_set() and not before)
+        finally:
+            sys.setswitchinterval(interval)
+        thread.join()
+        if seen[-1]:
+            break
+    assert any(seen)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import kvstore.testing
-from kvstore.backend import Backend, Capability, KeyInfo, Limits, Outcome
+from kvstore.backend import Backend, Capability, KeyInfo, Limits, Outcome, Write
 from kvstore.buffers import BufferPool
+from kvstore.errors import ClosedError
 from kvstore.keys import Key
 from kvstore.testing import DictBackend, FaultyBackend, LatencyBackend, LeakAudit, assert_forwards_everything
 from kvstore.testing.audit import track_pools
@@ -166,6 +167,27 @@ def test_the_doubles_need_neither_pytest_nor_hypothesis() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "needs pytest\n", "")
+
+
+def test_the_doubles_do_not_hang_in_a_child_that_was_forked_while_a_lock_was_held() -> None:
+    inner = DictBackend()
+    faulty, slow = FaultyBackend(inner), LatencyBackend(inner, 0.0, gbytes_per_s=1.0)
+    write = Write(Key(bytes(32)), [memoryview(b"1")])
+
+    def work() -> str:
+        for backend in (inner, faulty, slow):
+            try:
+                backend.put([write], deadline=float("inf"))
+                return f"{backend} works"
+            except ClosedError as error:
+                if "fork" not in str(error):
+                    return f"does not name the fork: {error}"
+            backend.close()
+        return "closed"
+
+    with inner._lock, faulty._changed, slow._lock:
+        assert run_in_child(work, limit_s=30) == (True, "closed")
+    assert slow.put([write], deadline=float("inf"))[0].ok
 
 
 def test_every_exported_name_is_there() -> None:

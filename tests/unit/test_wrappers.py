@@ -328,7 +328,8 @@ def options(text: str) -> dict[str, Any]:
         ("retries=0", ["MeteredBackend", "BreakerBackend", "LimitedBackend", "DictBackend"]),
         ("breaker_failures=0", ["MeteredBackend", "RetryingBackend", "LimitedBackend", "DictBackend"]),
         ("max_calls=0", ["MeteredBackend", "BreakerBackend", "RetryingBackend", "DictBackend"]),
-        ("max_calls=0&max_inflight=1MiB&breaker_failures=0", ["MeteredBackend", "RetryingBackend", "LimitedBackend", "DictBackend"]),
+        ("max_calls=0&max_inflight=1MiB&retries=0&breaker_failures=0",
+         ["MeteredBackend", "LimitedBackend", "DictBackend"]),
         ("retries=0&breaker_failures=0&max_calls=0", ["MeteredBackend", "DictBackend"]),
     ],
 )  # fmt: skip

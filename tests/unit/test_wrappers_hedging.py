@@ -41,24 +41,27 @@ def test_the_budget_is_a_share_with_bounded_savings() -> None:
 
 def test_workers_are_reused_bounded_and_stopped() -> None:
     workers = Workers(2, "test")
-    gate, done = threading.Event(), threading.Semaphore(0)
+    gate, begun, done = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
     names: list[str] = []
 
     def task() -> None:
         names.append(threading.current_thread().name)
+        begun.release()
         gate.wait(30)
         done.release()
 
     assert workers.submit(task)
     assert workers.submit(task)
     assert not workers.submit(task)
+    for _ in range(2):
+        assert begun.acquire(timeout=30)
     gate.set()
     for _ in range(2):
-        done.acquire(timeout=30)
+        assert done.acquire(timeout=30)
     end = time.monotonic() + 30
     while not workers.submit(task):  # a thread is free a moment after its task has ended
         assert time.monotonic() < end
-    done.acquire(timeout=30)
+    assert done.acquire(timeout=30)
     assert len(set(names)) == 2
     workers.stop()
     workers.stop()

@@ -153,6 +153,14 @@ def test_a_try_that_cannot_finish_is_not_begun() -> None:
     inner.assert_done()
 
 
+def test_a_sleep_that_took_too_long_is_followed_by_no_try() -> None:
+    clock = FakeClock()
+    inner = FaultyBackend(DictBackend(), otherwise=Fault.error())
+    backend = RetryingBackend(inner, clock=clock, sleep=lambda seconds: clock.sleep(seconds + 1.0))
+    assert statuses(backend.stat([key(1)], deadline=clock() + 0.5)) == [ERROR]
+    assert (len(clock.slept), len(inner.calls)) == (1, 1)
+
+
 def test_jitter_is_full() -> None:
     """Sleeps are uniform between 0 and the step: nothing is added, nothing is a minimum."""
     for share in (0.0, 0.25, 0.75):
@@ -364,7 +372,7 @@ def test_a_large_one_that_gives_up_lets_those_behind_it_in() -> None:
     inner.wait_hung(1)
     large = start(lambda: backend.put([write(2, bytes(10))], deadline=time.monotonic() + 0.1))
     wait_for(lambda: waiting(backend) == 1)
-    assert backend.put([write(3, bytes(5))], deadline=FAR) == [Outcome(FINE, 5)]
+    assert backend.put([write(3, bytes(5))], deadline=time.monotonic() + 20) == [Outcome(FINE, 5)]
     large.join(30)
     inner.release()
     first.join(30)

@@ -5,7 +5,8 @@ measurement beside it, with its own best number of threads, through the same `La
 
 * `Memcpy`: libc's `memmove`, called without the GIL.
 * `ReadFiles`: `preadv(2)` of warm files that are open already: no lookup, no open, no header, no checksum.
-* `WriteFiles`: create a file exclusively, `pwritev(2)`, close, `rename(2)`. No fsync.
+* `WriteFiles`: create a file exclusively, `pwritev(2)`, close, `rename(2)`. No fsync. With `posix_fallocate(3)` before
+  the write where a short trial shows that to be faster (ext4: 1.3 to 1.6 times for 16 MiB).
 * `PythonLoop`: one dict lookup and one slice assignment per key; the floor of what Python can do per tiny record.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import threading
 import time
@@ -186,30 +188,55 @@ class ReadFiles:
 
 
 class WriteFiles:
-    """Create, `pwritev`, close and `rename` one file per source in `folder`; `settle` removes them again."""
+    """Create, `pwritev`, close and `rename` one file per source in `folder`; `settle` removes them again.
+
+    Args:
+        allocate: reserve the blocks first; None tries both ways and keeps the faster one.
+    """
 
     name = "pwritev+rename"
     repeatable = False
 
-    def __init__(self, folder: Path, sources: Sequence[memoryview]) -> None:
+    def __init__(self, folder: Path, sources: Sequence[memoryview], *, allocate: bool | None = None) -> None:
         self._folder = folder
         self._sources = sources
         self._round = 0
         self._live: list[tuple[str, str]] = []
+        self.allocate = self._faster() if allocate is None else allocate
+
+    def _faster(self) -> bool:
+        """True if reserving the blocks pays: the best of three writes each, in turn."""
+        seconds = {False: [math.inf], True: [math.inf]}
+        try:
+            for _ in range(3):
+                for self.allocate, times in seconds.items():
+                    (job,) = self.jobs(1)
+                    begin = time.perf_counter()
+                    job()
+                    times.append(time.perf_counter() - begin)
+                    self.close()
+        except OSError:
+            self.close()
+            if not self.allocate:
+                raise
+            return False  # the file system cannot reserve
+        return min(seconds[True]) < min(seconds[False])
 
     def jobs(self, lanes: int) -> list[Job]:
         self._round += 1
         names = [str(self._folder / f"write-{self._round}-{index}") for index in range(len(self._sources))]
         self._live = [(f"{name}.tmp", name) for name in names]
         plan = [(*paths, source) for paths, source in zip(self._live, self._sources, strict=True)]
-        return [self._job(plan[part.start : part.stop]) for part in split(len(plan), lanes)]
+        return [self._job(plan[part.start : part.stop], self.allocate) for part in split(len(plan), lanes)]
 
     @staticmethod
-    def _job(plan: Sequence[tuple[str, str, memoryview]]) -> Job:
+    def _job(plan: Sequence[tuple[str, str, memoryview]], allocate: bool) -> Job:
         def job() -> None:
             for temporary, name, source in plan:
                 fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
                 try:
+                    if allocate:
+                        os.posix_fallocate(fd, 0, len(source))
                     _write(fd, source)
                 finally:
                     os.close(fd)

@@ -34,6 +34,7 @@ def page(report: Report) -> str:
 took {report.seconds:.0f} s</p></header>
 <section aria-label="In one sentence each">
 <ul class="verdicts">{"".join(_verdict_item(*each, report) for each in groups)}</ul>
+{f'<p class="caution">Caution: {escape(report.caution)}.</p>' if report.caution else ""}
 {f'<div class="notes"><h2>What went wrong or was left out</h2><ul>{notes}</ul></div>' if notes else ""}</section>
 <section><h2>Throughput over record size</h2>
 <p class="hint">Solid: kvstore. Dashed: the ceiling of the same machine, measured in turn with it. Hover for values.</p>
@@ -303,12 +304,14 @@ def _machine(report: Report) -> str:
     facts = dict(report.machine)
     memory = facts.pop("memory_bytes", None)
     systems = facts.pop("file_systems", {})
+    spread = facts.pop("ceiling_spread", None)
     pairs = [
         ("command", report.command or "(called as a library)"),
         ("date", _date(report.started)),
         ("kvstore", report.version),
         *((name.replace("_", " "), str(value)) for name, value in facts.items()),
         *([("memory", f"{memory / (1 << 30):.1f} GiB")] if memory else []),
+        *([("spread of the ceilings", f"{spread:.0%} between the quartiles")] if spread is not None else []),
         *((f"file system of {path}", kind) for path, kind in systems.items()),
     ]
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs) + "</dl>"
@@ -330,7 +333,7 @@ h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2rem 0 .4rem}
 .verdicts .warn .mark,td.warn{color:var(--warn)}
 .verdicts{list-style:none;margin:1rem 0;padding:0;font-size:1.08rem}
 .verdicts li{display:flex;gap:.6rem;padding:.3rem 0}.mark{font-weight:700;width:1.1em;flex:none;text-align:center}
-.notes{border-left:4px solid var(--bad);padding:.1rem 1rem;background:var(--card)}
+.caution{color:var(--warn)}.notes{border-left:4px solid var(--bad);padding:.1rem 1rem;background:var(--card)}
 .notes h2{margin:.6rem 0 0;font-size:1rem}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr));gap:16px}
 .card,.scroll{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px}

@@ -11,6 +11,7 @@ import os
 import secrets
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -132,8 +133,8 @@ def plan_run(
         batches=tuple(batches),
         ops=tuple(op for op in OPS if op in wanted),
         lanes=lanes,
-        repeats=repeats or (5 if quick else 9),
-        pass_s=0.04 if quick else 0.08,
+        repeats=repeats or (7 if quick else 15),
+        pass_s=0.03 if quick else 0.05,
         budget_s=1.5 if quick else 4.0,
         memory_bytes=memory_bytes,
     )
@@ -199,6 +200,7 @@ class _Run:
         self.run_id = secrets.token_hex(8)
         self.done = self.total = 0
         self.labels: dict[str, int] = {}
+        self.spreads: list[float] = []
 
     def go(self, urls: Sequence[BackendURL], *, store: bool, command: str) -> Report:
         from .machine import machine_facts
@@ -219,6 +221,8 @@ class _Run:
                 self._overhead(target)
             else:
                 self._target(target, folder)
+        if self.spreads:
+            self.report.machine["ceiling_spread"] = round(statistics.median(self.spreads), 3)
         self.report.seconds = time.monotonic() - begin
         return self.report
 
@@ -353,6 +357,7 @@ class _Run:
                     repeats=plan.repeats, pass_s=plan.pass_s, budget_s=plan.budget_s,
                 )  # fmt: skip
                 verified = ours.verify(self.pool, measured.lanes) and verified
+                self.spreads.append(measured.spread)
         for kind, message in ours.failures.messages.items():
             self.report.notes.append(f"{target.scheme} {op} {size_name(size)}: {kind}: {message}")
         return Row(
@@ -398,7 +403,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ops", default="put,get", metavar="LIST", help="get, put or both (default put,get)")
     parser.add_argument("--quick", action="store_true", help="three sizes, fewer repeats: under a minute")
-    parser.add_argument("--repeats", type=int, metavar="N", help="pairs of passes per row (default 9, quick 5)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="pairs of passes per row (default 15, quick 7)")
     parser.add_argument(
         "--store",
         action=argparse.BooleanOptionalAction,

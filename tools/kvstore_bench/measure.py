@@ -231,6 +231,7 @@ class Measurement:
         calls: wall seconds of every call of ours.
         cpu_s_per_byte: CPU seconds of the process per byte moved, ours only.
         lanes, ceiling_lanes: threads used.
+        spread: how much the ceiling itself varied: interquartile range of its speeds over their median.
     """
 
     seconds: float
@@ -242,6 +243,7 @@ class Measurement:
     lanes: int
     ceiling_lanes: int
     repeats: int
+    spread: float
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -352,4 +354,5 @@ def measure(
         lanes=mine,
         ceiling_lanes=theirs,
         repeats=len(ratios),
+        spread=(percentile(b.speeds, 0.75) - percentile(b.speeds, 0.25)) / (statistics.median(b.speeds) or 1.0),
     )

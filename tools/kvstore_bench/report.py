@@ -106,6 +106,17 @@ class Report:
         """True if every row was verified and nothing failed."""
         return bool(self.rows) and all(row.verified and not row.failed for row in self.rows)
 
+    @property
+    def caution(self) -> str:
+        """A sentence if the ceilings themselves varied so much that no single ratio should be trusted; else ""."""
+        spread = self.machine.get("ceiling_spread", 0.0)
+        if spread <= BUSY_SPREAD:
+            return ""
+        return (
+            f"the machine was busy: the ceilings themselves varied by {spread:.0%} between repeats; "
+            "measure again on a quiet one before quoting a ratio"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON document as plain values."""
         return {
@@ -152,10 +163,14 @@ class Report:
                 unit = "" if figure.unit == "ratio" else f" {figure.unit}"
                 verdict = "met" if figure.met else "NOT met"
                 out.write(f"{name} = {figure.value:.3g}{unit}  (bar {sign} {figure.bar:g}: {verdict})\n")
+        if self.caution:
+            out.write(f"caution: {self.caution}\n")
         for note in self.notes:
             out.write(f"note: {note}\n")
         out.flush()
 
+
+BUSY_SPREAD = 0.15  # of the median, between the quartiles; a quiet machine stays well under a tenth
 
 HEADINGS = (
     "what", "op", "size", "batch", "lanes", "GB/s", "ceiling", "its GB/s", "ratio", "p50 ms", "p99 ms", "CPU s/GiB",

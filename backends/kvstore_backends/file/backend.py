@@ -284,6 +284,9 @@ class FileBackend(Backend):
         wave: list[tuple[int, int]] = []
         waiting, most = 0, max(1, capacity.cap // 8)
         for index, write in enumerate(writes):
+            if time.monotonic() >= deadline:
+                outcomes[index] = self._failures.late("put", write.key)
+                continue
             found = self._reader.stat(self._root, write.key)
             if found.ok:
                 outcomes[index] = EXISTS
@@ -323,7 +326,11 @@ class FileBackend(Backend):
                 if outcome.ok:
                     stored.append((writes[index], nbytes, stamps[index]))
         finally:
-            capacity.commit(stored, reserved, deadline)
+            current = self._held.capacity
+            if current is None or current is capacity:
+                capacity.commit(stored, reserved, deadline)
+            else:  # the root went away meanwhile, and its books with it
+                current.commit(stored, 0, deadline)
 
     def _put(self, write: Write, nbytes: int, stamp: int, deadline: float, capacity: Capacity | None) -> Outcome:
         if time.monotonic() >= deadline:
@@ -387,7 +394,6 @@ class FileBackend(Backend):
             return self._failures.of(error, operation, key)
         if removal is not Removal.DONE:
             return MISS
-        self._reader.forget(key)
         if capacity is not None:
             capacity.gone(key, freed, deadline)
         return OK

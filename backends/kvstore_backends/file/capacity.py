@@ -52,6 +52,7 @@ class _Scan:
         self._root = root
         self._leaves = walk(calls, root)
         self.added_before = added_before
+        self.began = time.monotonic()
         self.found: list[tuple[int, Key]] = []
         self.total = 0
         self.failed: OSError | None = None
@@ -106,7 +107,7 @@ class Capacity:
         self._cold_keys: set[Key] = set()
         # Under the lock of the usage counter:
         self._scan: _Scan | None = None
-        self._scanned_at = float("-inf")
+        self._scanned_at = float("-inf")  # when the last finished walk began
         self._usage = Usage(calls, root, name)
 
     def start(self) -> None:
@@ -308,7 +309,7 @@ class Capacity:
                     victim = next(victims, None)
                 if victim is None:
                     if self._scan is not None or self._scanned_at < began:
-                        # Out of what we know: look again at what is really there.
+                        # Out of what we know: look at what is really there, from the beginning to the end.
                         if not self._finish_scan(self._scan or self._begin_scan(), until=deadline):
                             continue
                         with self._lock:
@@ -400,7 +401,7 @@ class Capacity:
         if not done:
             return False
         self._scan = None
-        self._scanned_at = time.monotonic()
+        self._scanned_at = scan.began
         if scan.failed is None or not self._usage.known:
             # Bytes that were added during the walk may have been seen as well: at worst we count them twice.
             self._usage.set_total(scan.total + self._usage.added - scan.added_before)

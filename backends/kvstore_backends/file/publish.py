@@ -78,12 +78,19 @@ class Publisher:
             try:
                 return self._put(root, folder, key, src, nbytes, stamp, deadline)
             except OSError as error:
-                # Somebody removed the folder while it was empty: make it again.
-                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _TRIES - 1:
+                # Somebody removed the folder while it was empty: make it again. (ext4 says EPERM to O_TMPFILE there.)
+                gone = error.errno in (errno.ENOENT, errno.ESTALE) or self._is_gone(folder)
+                if not gone or attempt == _TRIES - 1:
                     raise
             finally:
                 self._calls.close(folder)
         raise FileNotFoundError(errno.ENOENT, "the folder of the record vanishes again and again", leaf_path(key))
+
+    def _is_gone(self, folder: int) -> bool:
+        try:
+            return self._calls.fstat(folder).st_nlink == 0
+        except OSError:
+            return False
 
     def _open_folder(self, root: int, key: Key) -> int:
         """The record's folder, made if it is not there. mkdir() honours the umask."""
@@ -189,7 +196,7 @@ class Publisher:
                 self._exists(folder, key)  # a record, or something foreign?
                 return False
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in _NO_LINKS or self._is_gone(folder):
                     raise
                 logger.info("%s: files without a name cannot be linked here: %s", self._name, error)
                 self._anonymous = False

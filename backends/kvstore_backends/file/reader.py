@@ -64,9 +64,6 @@ class Reader:
         """Which file the bytes of the last read of `key` came from, if it is not long ago."""
         return self._seen.get(key)
 
-    def forget(self, key: Key) -> None:
-        self._seen.pop(key, None)
-
     def _remember(self, key: Key, identity: Identity) -> None:
         seen = self._seen
         seen[key] = identity

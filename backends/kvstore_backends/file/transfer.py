@@ -276,11 +276,16 @@ def write_all(
 
 
 def _read_run(
-    calls: OsCalls, fd: int, views: list[memoryview], offset: int, nbytes: int, deadline: float, direct: Direct
-) -> int:
+    calls: OsCalls, fd: int, views: list[memoryview], offset: int, nbytes: int, size: int, deadline: float,
+    direct: Direct,
+) -> int:  # fmt: skip
+    """Read neighbouring views; fewer bytes than `nbytes` only where the file of `size` bytes ends."""
     if not (direct.enabled and nbytes >= direct.minimum):
         return _read_piece(calls, fd, _Piece(False, views, offset, nbytes), deadline, False)
     total = 0
+    inside = min(nbytes, size - offset)
+    if inside < nbytes:  # a direct read of the last block would fill memory behind the end with zeros
+        views = _head(views, inside)
     for piece in _pieces(views, offset, direct.minimum):
         done = _try_direct(calls, fd, piece, deadline, direct, False) if piece.direct else 0
         if done < piece.nbytes:
@@ -289,6 +294,17 @@ def _read_run(
         if done < piece.nbytes:
             break
     return total
+
+
+def _head(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` of the concatenation of `views`."""
+    out: list[memoryview] = []
+    for view in views:
+        if nbytes <= 0:
+            break
+        out.append(view[:nbytes])
+        nbytes -= len(view)
+    return out
 
 
 class Range(NamedTuple):
@@ -328,7 +344,7 @@ def read_ranges(
             stop += 1
         # preadv of nothing, or at an offset the kernel refuses, is still an answer: nothing lies there.
         wanted = end - first.offset if first.offset < size else 0
-        done = _read_run(calls, fd, views, first.offset, wanted, deadline, direct) if wanted else 0
+        done = _read_run(calls, fd, views, first.offset, wanted, size, deadline, direct) if wanted else 0
         if done < wanted and first.offset + done < size:
             raise Cut(first.offset + done, size)
         for wanted_range in ranges[position:stop]:
