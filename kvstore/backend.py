@@ -53,6 +53,7 @@ __all__ = [
     "Read",
     "Status",
     "Write",
+    "without_landing",
 ]
 
 NO_DEADLINE = math.inf
@@ -113,6 +114,13 @@ class Read(NamedTuple):
     dst: memoryview
     offset: int = 0
     landed: Callable[[], None] | None = None
+
+
+def without_landing(reads: Sequence[Read]) -> Sequence[Read]:
+    """The reads without `landed`, for a wrapper that may change bytes after the inner call."""
+    if all(read.landed is None for read in reads):
+        return reads
+    return [read._replace(landed=None) for read in reads]
 
 
 class Write(NamedTuple):

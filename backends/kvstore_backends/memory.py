@@ -91,6 +91,7 @@ class MemoryBackend(Backend):
     )  # fmt: skip
     capabilities = (
         Capability.RANGED_READ | Capability.NATIVE_BATCH | Capability.LEASE | Capability.LIST | Capability.CAPACITY
+        | Capability.LANDING
     )
 
     def __init__(self, nbytes: int = 1 << 30, *, policy: str = "lru", name: str = "memory") -> None:
@@ -147,7 +148,7 @@ class MemoryBackend(Backend):
         records = memory.find([read[0] for read in reads], "get")
         outcomes: list[Outcome] = []
         try:
-            for (key, dst, offset), record in zip(reads, records, strict=True):
+            for (key, dst, offset, landed), record in zip(reads, records, strict=True):
                 if record is None:
                     outcomes.append(MISS)
                     continue
@@ -157,6 +158,8 @@ class MemoryBackend(Backend):
                     if offset == 0 and size == found[1] and size < _SMALL_BYTES:
                         dst[:] = record.view
                         outcomes.append(found)
+                        if landed is not None:
+                            landed()
                         continue
                     if offset < 0:
                         raise ValueError("negative offset")
@@ -166,6 +169,8 @@ class MemoryBackend(Backend):
                         continue
                     copy_bytes(dst[:size], record.view[offset : offset + size])
                     outcomes.append(memory.size_outcome(size))
+                    if landed is not None:
+                        landed()
                 except _WRONG_VIEW as error:
                     text = f"the destination is not a writable flat view of bytes, or the offset is wrong: {error}"
                     wrong = PermanentError(text, backend=self.name, operation="get", key=key, cause=error)

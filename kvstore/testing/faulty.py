@@ -11,7 +11,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvstore.backend import MISS, NO_DEADLINE, OK, Backend, Capability, KeyInfo, Limits, Outcome, Read, Status, Write
+from kvstore.backend import (
+    MISS,
+    NO_DEADLINE,
+    OK,
+    Backend,
+    Capability,
+    KeyInfo,
+    Limits,
+    Outcome,
+    Read,
+    Status,
+    Write,
+    without_landing,
+)
 from kvstore.errors import ClosedError, ConfigError, KVStoreError, TransientError
 from kvstore.keys import Key
 
@@ -297,7 +310,7 @@ class FaultyBackend(Backend):
 
     @property
     def capabilities(self) -> Capability:  # type: ignore[override]
-        return self.inner.capabilities
+        return self.inner.capabilities & ~Capability.LANDING  # bytes may change after they landed
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
@@ -311,7 +324,8 @@ class FaultyBackend(Backend):
         ranges = tuple((read.offset, len(read.dst)) for read in reads)
         keys = tuple(read.key for read in reads)
         call = Call("get", keys, deadline, ranges, sum(length for _, length in ranges))
-        return self._batch(call, reads, lambda items, end: self.inner.get_into(items, deadline=end))
+        plain = without_landing(reads)
+        return self._batch(call, plain, lambda items, end: self.inner.get_into(items, deadline=end))
 
     def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
         keys = tuple(write.key for write in writes)

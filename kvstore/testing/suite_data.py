@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import mmap
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -346,6 +347,34 @@ class DataTests(SuiteBase):
         }
         self.delete(backend, keys[::2])
         assert self.listing(backend).keys() - before.keys() == set(keys[1::2])
+
+    def test_landed_is_called_when_all_of_a_read_is_there(self, backend: Backend) -> None:
+        """The capability is honest: for each OK read once, when its bytes are final; without it never."""
+        keys = self.keys(3)
+        records = {key: payload(3_000_000, index) for index, key in enumerate(keys)}
+        self.put(backend, records)
+        ranges = [(0, 700), (4096, 1_000_000), (1_004_096, 1_500_000), (2_900_000, 200_000), (5, 0)]
+        wanted = [(key, offset, length) for key in (*keys, self.key("missing")) for offset, length in ranges]
+        memory = [bytearray([CANARY]) * length for _, _, length in wanted]
+        seen: dict[int, bytes] = {}
+
+        def landed(index: int) -> Callable[[], None]:
+            return lambda: seen.update({index: bytes(memory[index])})
+
+        reads = [
+            Read(key, memoryview(dst), offset, landed(index))
+            for index, ((key, offset, _), dst) in enumerate(zip(wanted, memory, strict=True))
+        ]
+        outcomes = backend.get_into(reads, deadline=self.soon())
+        claimed = Capability.LANDING in backend.capabilities
+        for index, ((key, offset, length), outcome) in enumerate(zip(wanted, outcomes, strict=True)):
+            if key not in records:
+                assert outcome.status is Status.MISS
+                assert index not in seen
+                continue
+            assert outcome.status is Status.OK
+            assert memory[index][: outcome.nbytes] == records[key][offset : offset + length]
+            assert seen.get(index) == (bytes(memory[index]) if claimed else None)
 
     def test_leases_are_the_records(self, backend: Backend) -> None:
         """The capability is honest: read-only views of exactly the record, which outlive its removal."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from kvstore.backend import Backend, Capability, Outcome, Read, Status
+from kvstore.backend import Backend, Capability, Outcome, Read, Status, without_landing
 from kvstore.buffers import Buffer, BufferPool, copy_bytes
 from kvstore.errors import ClosedError, ConfigError, KVStoreError, PoolExhausted, TransientError
 from kvstore.metrics import Change, Metrics
@@ -201,8 +201,10 @@ class HedgedBackend(Wrapper):
 
     @property
     def capabilities(self) -> Capability:  # type: ignore[override]
-        """The primary's, and `REGISTERED_MEMORY` if the alternate has it: memory must be made known to both."""
-        return self._inner.capabilities | (self._alternate.capabilities & Capability.REGISTERED_MEMORY)
+        """The primary's, and `REGISTERED_MEMORY` if the alternate has it: memory must be made known to both. Not
+        `LANDING`: bytes may come from either, through scratch memory."""
+        own = self._inner.capabilities & ~Capability.LANDING
+        return own | (self._alternate.capabilities & Capability.REGISTERED_MEMORY)
 
     def _after_fork(self) -> None:
         # The threads are in the parent, and the pool's lock may have been held by one of them.
@@ -219,6 +221,8 @@ class HedgedBackend(Wrapper):
         self._check_open(operation)
         if operation not in {"get", "stat"} or not items:
             return call_backend(self._inner, operation, items, deadline)
+        if operation == "get":
+            items = without_landing(items)
         size = sum([len(item.dst) for item in items]) if operation == "get" else len(items)
         race = _Race(operation, items)
         if self._may_hedge:

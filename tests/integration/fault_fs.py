@@ -48,10 +48,13 @@ class FaultFolder:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # printed by init(), when the mount is in place
-        if line.strip() != "mounted":
-            raise RuntimeError(f"the fault file system did not start: {line}{self._process.stdout.read()}")
-        return self
+        said = []
+        for line in self._process.stdout:  # libfuse may have something to say first
+            if line.strip() == "mounted":
+                return self
+            said.append(line)
+        self._process.wait()
+        raise RuntimeError(f"the fault file system did not start: {''.join(said)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

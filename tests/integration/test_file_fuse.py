@@ -18,7 +18,7 @@ from kvstore.errors import BackendError, PermanentError, TransientError
 from tests.faults.file_support import Opened, disk_usage, file_of, files_in, get, is_intact, key, present, put, soon
 from tests.integration.fault_fs import FaultFolder
 
-SIZE = 300_000  # several FUSE requests
+SIZE = 2_500_000  # several FUSE requests
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pa
 
 @pytest.mark.slow
 def test_two_clients_close_to_open(clients: tuple[Path, Path]) -> None:
-    """What one client put, the other reads at once, whole; what one replaced or removed is a miss or whole, never else."""
+    """What one client put, the other reads at once; what one replaced or removed is a miss or whole, nothing else."""
     with Opened(clients[0] / "kv") as one, Opened(clients[1] / "kv") as two:
         for name in range(30):
             writer, reader = (one, two) if name % 2 else (two, one)

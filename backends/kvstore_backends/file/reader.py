@@ -110,7 +110,7 @@ class Reader:
             the outcomes, and of each record found (key, bytes, modification time in ns).
         """
         groups: dict[Key, list[Range]] = {}
-        for item, (key, dst, offset) in enumerate(reads):
+        for item, (key, dst, offset, _) in enumerate(reads):
             group = groups.get(key)
             if group is None:
                 groups[key] = [Range(item, dst, offset)]
