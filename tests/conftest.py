@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.testing.audit import LeakAudit, track_pools
+from tests.servers.fixtures import *  # noqa: F403 - fixtures of servers, by name
 
 settings.register_profile(
     "kvstore", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

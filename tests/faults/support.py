@@ -43,7 +43,13 @@ def payload(key: bytes, nbytes: int = SPEC.raw_bytes) -> bytes:
 
 def items(keys: Sequence[Key], spec: RecordSpec = SPEC) -> list[Item]:
     return [
-        Item(key, spec.split(memoryview(payload(key, spec.raw_bytes))), spec, {"dtype": DTYPE}, keys[i - 1] if i else None)
+        Item(
+            key,
+            spec.split(memoryview(payload(key, spec.raw_bytes))),
+            spec,
+            {"dtype": DTYPE},
+            keys[i - 1] if i else None,
+        )
         for i, key in enumerate(keys)
     ]
 

@@ -301,7 +301,7 @@ def test_17_every_corrupt_record_is_a_miss_is_counted_and_heals(serde: str) -> N
             assert inner.put([_write(keys[1], bad)], deadline=soon())[0].ok
             got = poisoned(3)
             outcomes = store.submit_get(wants(keys, got)).result()
-            assert outcomes[0].ok and outcomes[2].ok, name
+            assert (outcomes[0].ok, outcomes[2].ok) == (True, True), name
             assert (got[0], got[2]) == (payload(keys[0]), payload(keys[2])), name
             if outcomes[1].ok:  # damage where no byte of the record lies
                 assert got[1] == payload(keys[1]), name
@@ -400,7 +400,7 @@ def test_18_a_backend_that_gives_too_few_outcomes_is_an_error() -> None:
 def test_19_every_kind_of_call_ends_by_its_deadline_while_the_backend_hangs() -> None:
     keys = chain(4)
     hang = [Fault.hang()]
-    script = {name: hang for name in ("stat", "get", "put", "delete", "lease")}
+    script = dict.fromkeys(("stat", "get", "put", "delete", "lease"), hang)
     backend = FaultyBackend(DictBackend(), script)
     with store_over(backend) as store:
         start = time.monotonic()
@@ -431,7 +431,7 @@ def test_20_what_is_complete_by_the_deadline_counts() -> None:
         completion = store.submit_get(wants(keys, got), deadline=time.monotonic() + 0.5)
         outcomes = completion.result(20)
         complete = [outcome.ok for outcome in outcomes]
-        assert any(complete) and not all(complete)
+        assert 0 < sum(complete) < len(complete)
         for key, dst, good in zip(keys, got, complete, strict=True):
             assert not good or dst == payload(key)
         backend.release()

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ class FaultFolder:
     def __init__(self, work: Path) -> None:
         self.backing, self.path, self._rules = work / "backing", work / "mount", work / "rules.json"
         self._process: subprocess.Popen[str] | None = None
+        self._version = 0
 
     @staticmethod
     def missing() -> str:
@@ -73,11 +75,13 @@ class FaultFolder:
         """Replace the rules. They hold for every operation that starts after this returns."""
         fresh = self._rules.with_suffix(".new")
         fresh.write_text(json.dumps(rules))
-        fresh.replace(self._rules)  # a new inode: that is how the other side sees it
+        self._version += 1
+        os.utime(fresh, (self._version, self._version))  # that is how the other side sees it
+        fresh.replace(self._rules)
 
 
 def _serve(backing: str, mount: str, rules_file: str) -> None:
-    import mfusepy as fuse
+    import mfusepy as fuse  # type: ignore[import-untyped]
 
     stat_names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino", "st_dev", "st_blocks")
 
@@ -85,7 +89,7 @@ def _serve(backing: str, mount: str, rules_file: str) -> None:
         use_ns = True
 
         def __init__(self) -> None:
-            self.version: tuple[int, int] = (0, 0)
+            self.version = 0.0
             self.active: list[dict[str, Any]] = []
             self.mutex = threading.Lock()
 
@@ -95,8 +99,7 @@ def _serve(backing: str, mount: str, rules_file: str) -> None:
         def fault(self, op: str, path: str) -> int | None:
             """Raise what the first fitting rule says, or return its `short`."""
             with self.mutex:
-                found = os.stat(rules_file)
-                version = (found.st_ino, found.st_mtime_ns)
+                version = os.stat(rules_file).st_mtime
                 if version != self.version:
                     with open(rules_file, encoding="utf-8") as source:
                         self.active, self.version = json.load(source), version
@@ -184,12 +187,21 @@ def _serve(backing: str, mount: str, rules_file: str) -> None:
             return os.readlink(self.real(path))
 
         def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-            os.utime(self.real(path), ns=times)
+            os.utime(self.real(path), ns=times or (time.time_ns(), time.time_ns()))
 
         def chmod(self, path: str, mode: int) -> None:
             os.chmod(self.real(path), mode)
 
-    fuse.FUSE(FaultFs(), mount, foreground=True, direct_io=True, attr_timeout=0, entry_timeout=0, negative_timeout=0)
+    fuse.FUSE(
+        FaultFs(),
+        mount,
+        foreground=True,
+        direct_io=True,
+        attr_timeout=0,
+        entry_timeout=0,
+        negative_timeout=0,
+        hard_remove=True,
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +289,11 @@ def test_a_cache_of_another_model_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[Path]:
+def smollm2() -> Path:
     folder = default_model_folder() / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").exists():
         pytest.skip("the model is not there; `make model` makes it")
-    yield folder
+    return folder
 
 
 @pytest.mark.model

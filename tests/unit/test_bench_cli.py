@@ -140,13 +140,14 @@ def test_options_reach_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(io, "run_io", run_io)
     page = tmp_path / "page.html"
     words = "io memory:// --sizes 64KiB,1MiB --batch 3 --lanes 2 --ops get --quick --repeats 4 --memory 2GiB --store"
+    words += " --compare-clients"
     assert cli.main([*words.split(), "--html", str(page)]) == 0
     assert seen.pop("progress") is None  # standard error is no terminal here
     assert seen == {
         "urls": ["memory://"], "sizes": [65536, 1 << 20], "batch": 3, "lanes": 2, "ops": ["get"], "quick": True,
-        "repeats": 4, "memory_bytes": 2 << 30, "store": True,
+        "repeats": 4, "memory_bytes": 2 << 30, "store": True, "compare_clients": True,
         "command": f"kvstore-bench io memory:// --sizes 64KiB,1MiB --batch 3 --lanes 2 --repeats 4 --html {page}"
-        " --ops get --memory 2GiB --quick --store",
+        " --ops get --memory 2GiB --quick --compare-clients --store",
     }  # fmt: skip
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import mmap
 import os
 import subprocess
 import threading
@@ -75,7 +73,7 @@ def test_open_by_url(tmp_path: Path) -> None:
         ("file://", "needs the path"),
         ("file:///tmp/x?bytes=10XB", "unknown unit"),
         ("file:///tmp/x?fsync=maybe", "one of off, data, full"),
-        ("file:///tmp/x?policy=best&bytes=1GiB", "unknown eviction policy 'best'"),
+        ("file:///tmp/x?policy=best&bytes=1GiB", "'best' is not one of lru, fifo, none"),
         ("file:///tmp/x?lane=4", "did you mean 'lanes'"),
         ("file:///tmp/x?lanes=0", "at least 1"),
         ("file:///tmp/x?bytes=0", "at least 1"),
@@ -302,59 +300,6 @@ def test_the_deadline_is_looked_at_between_calls(root: Path) -> None:
     assert opened.counters.get("read_retries", 0) == 0
 
 
-# O_DIRECT.
-
-
-def _aligned(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, nbytes))
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("nbytes", [4096, 4097, 1 << 20, (1 << 20) + 1, 4095])
-def test_direct_is_exact_for_every_alignment(root: Path, shift: int, nbytes: int) -> None:
-    source, target = _aligned(2 << 20), _aligned(2 << 20)
-    source[shift : shift + nbytes] = payload("d", nbytes)
-    with Opened(root, direct="on") as opened:
-        direct = opened._direct.enabled  # tmpfs, for one, has none
-        assert opened.put([Write(key("d"), [source[shift : shift + nbytes]])], deadline=soon())[0].ok
-        assert file_of(root, "d").read_bytes() == payload("d", nbytes)
-        outcome = opened.get_into([Read(key("d"), target[shift : shift + nbytes])], deadline=soon())[0]
-        assert outcome == Outcome(Status.OK, nbytes)
-        assert target[shift : shift + nbytes] == payload("d", nbytes)
-        assert target[shift + nbytes : shift + nbytes + 100] == bytes(100)
-        if direct:
-            assert (opened.counters.get("direct_ios", 0) > 0) == (nbytes >= 4096 and shift == 0)
-
-
-def test_direct_gathers_a_header_and_segments(root: Path) -> None:
-    """The shape of a record: an unaligned header of 4 KiB, aligned segments, an odd rest."""
-    segments = _aligned(3 << 20)
-    segments[:] = payload("s", 1 << 20) * 3
-    header, rest = memoryview(payload("h", 4096)), memoryview(payload("rest", 77))
-    with Opened(root, direct="auto") as opened:
-        assert opened.put([Write(key("d"), [header, segments[: 1 << 20], segments[1 << 20 :], rest])], deadline=soon())[
-            0
-        ].ok
-        assert file_of(root, "d").read_bytes() == bytes(header) + bytes(segments) + bytes(rest)
-        back = _aligned(4 << 20)
-        outcome = opened.get_into([Read(key("d"), back)], deadline=soon())[0]
-        assert outcome.nbytes == 4096 + (3 << 20) + 77
-        assert back[4096 : 4096 + (3 << 20)] == segments
-        if opened._direct.enabled:
-            assert opened.counters["direct_ios"] == 2
-
-
-def test_a_file_system_without_direct_io(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    calls = Script()
-    calls.fail("set_direct", errno.EINVAL, times=None)
-    source = _aligned(1 << 20)
-    with Opened(tmp_path / "kv", direct="on", calls=calls) as opened:
-        for name in range(3):
-            assert opened.put([Write(key(name), [source])], deadline=soon())[0].ok
-        assert opened.counters["direct_refused"] == 1  # the probe found it out
-    assert [record.levelname for record in caplog.records if "O_DIRECT" in record.message] == ["WARNING"]
-
-
 # Listing and sweeping.
 
 
@@ -479,7 +424,7 @@ def test_close_with_work_in_flight(root: Path) -> None:
         assert proceed.wait(10)
         return real(fd, views, offset)
 
-    calls.preadv = slow  # type: ignore[method-assign,assignment]
+    calls.replace("preadv", slow)
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(is_intact(opened, 1)))
     thread.start()
@@ -516,8 +461,9 @@ def test_fork(root: Path, nbytes: int | None) -> None:
             opened.close()
             return f"{os.getpid()}"
 
-        pid = run_in_child(child, limit_s=20)
-        assert pid != str(os.getpid())
+        result = run_in_child(child, limit_s=20)
+        assert result.ok, result.text
+        assert result.text != f"{os.getpid()}"
         for name in range(25, 30):
             assert put(opened, name)[0].ok
             assert is_intact(opened, name)
@@ -526,6 +472,26 @@ def test_fork(root: Path, nbytes: int | None) -> None:
             assert opened.bytes_in_use(deadline=soon()) == nbytes
         else:
             assert present(opened, range(30)) == list(range(30))
+
+
+def test_a_forked_child_does_not_share_the_parents_lock(root: Path) -> None:
+    """The parent holds the usage counter: the child waits as any other process does, and not past its deadline."""
+    with Opened(root, nbytes=10_000) as opened:
+        put(opened, 1)
+        capacity = opened._held.capacity
+        assert capacity is not None
+        capacity._usage.acquire(soon())
+        try:
+
+            def child() -> str:
+                assert is_intact(opened, 1)
+                write = Write(key(2), [memoryview(b"x")])
+                return type(opened.put([write], deadline=soon(0.1))[0].error).__name__
+
+            result = run_in_child(child, limit_s=20)
+            assert result.text == "TransientError"
+        finally:
+            capacity._usage.release()
 
 
 # Time stamps of use.

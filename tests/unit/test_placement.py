@@ -15,7 +15,6 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Key
 from kvstore.placement import Placement
 
-
 PINNED = [(1, 0), (0, 2), (0, 1), (2, 0), (0, 2)]
 
 

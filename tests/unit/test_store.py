@@ -169,7 +169,9 @@ def test_no_byte_is_copied_between_backend_and_caller(preferred: int, monkeypatc
     keys = chain(3)
     with store_over(backend) as store:
         sources = [bytearray(payload(key)) for key in keys]
-        store.submit_put([Item(key, SPEC.split(memoryview(s)), SPEC) for key, s in zip(keys, sources, strict=True)]).result()
+        store.submit_put(
+            [Item(key, SPEC.split(memoryview(s)), SPEC) for key, s in zip(keys, sources, strict=True)]
+        ).result()
         got = poisoned(3)
         assert all(outcome.ok for outcome in store.submit_get(wants(keys, got)).result())
         acquired = store.pool.stats().buffers

@@ -15,21 +15,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvstore.errors import ConfigError
 from kvstore.options import parse_size
 
+from .progress import Progress, progress_bar
 from .workload import size_name
 
 if TYPE_CHECKING:
     from kvstore.registry import BackendURL
 
     from .ceilings import Lanes
+    from .ceilings_http import HttpPlace
     from .measure import Side
     from .report import Report, Row
     from .targets import Target
@@ -45,6 +47,7 @@ DEFAULT_BATCH_BYTES = 128 * MIB  # per direction: well out of the caches, quick 
 MOST_BATCH, LEAST_BATCH = 64, 4
 REGIONS = 4  # sources, destinations, the copy a memory backend keeps, and room for what it has not freed yet
 MOST_LANES = 64
+HTTP_LANES = 8  # what the raw HTTP ceiling may try at least, whatever the number of cores
 TINY_BYTES, TINY_BATCH = 256, 64
 CALL_TIMEOUT_S = 60.0
 
@@ -53,11 +56,13 @@ BARS: dict[str, float] = {
     "io.file.get.16MiB.ratio": 0.90,
     "io.file.put.16MiB.ratio": 0.85,
     "io.store_file.get.16MiB.ratio": 0.75,
+    "io.s3.get.16MiB.ratio": 0.75,
+    "io.s3.put.16MiB.ratio": 0.75,
     "io.store_memory.overhead_us_per_key": 15.0,
 }
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is measured now, how many rows are done, and how many there are."""
+Place: TypeAlias = "Path | HttpPlace | None"
+"""Where a ceiling works: a folder, a bucket, or nowhere (memory)."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ def run_io(
     repeats: int | None = None,
     quick: bool = False,
     store: bool | None = None,
+    compare_clients: bool = False,
     memory_bytes: int = DEFAULT_MEMORY,
     progress: Progress | None = None,
     command: str = "",
@@ -165,6 +171,7 @@ def run_io(
         repeats: pairs of passes per row; their medians are reported.
         quick: fewer sizes and repeats: under a minute on two slow cores.
         store: also measure the whole store over each URL; None: only for the embedded default.
+        compare_clients: also measure s3 URLs through every other client there is.
         memory_bytes: limit of the working set: buffers of both directions and what a memory backend keeps.
         progress: called before each row.
         command: shown in the report; must not hold secrets.
@@ -181,19 +188,22 @@ def run_io(
 
     parsed = [parse_url(url) for url in urls]
     with contextlib.ExitStack() as stack:
-        return _Run(plan, stack, progress).go(parsed, store=not urls if store is None else store, command=command)
+        run = _Run(plan, stack, progress, compare_clients=compare_clients)
+        return run.go(parsed, store=not urls if store is None else store, command=command)
 
 
 class _Run:
     """One run: the open things, the shared memory, the rows so far."""
 
-    def __init__(self, plan: Plan, stack: contextlib.ExitStack, progress: Progress | None) -> None:
+    def __init__(
+        self, plan: Plan, stack: contextlib.ExitStack, progress: Progress | None, *, compare_clients: bool = False
+    ) -> None:
         from kvstore import __version__
 
         from .ceilings import Lanes
         from .report import Report
 
-        self.plan, self.stack = plan, stack
+        self.plan, self.stack, self.compare_clients = plan, stack, compare_clients
         self.progress = progress or (lambda what, done, total: None)
         self.report = Report("io", version=__version__)
         self.pool: Lanes = stack.enter_context(Lanes(MOST_LANES))
@@ -216,18 +226,18 @@ class _Run:
         self.total = per_target * sum(target not in tiny for target, _ in pairs) + 2 * len(tiny)
         room = max(self.plan.region_bytes, TINY_BATCH * 4096)
         self.regions = Region(room), Region(room)
-        for target, folder in pairs:
+        for target, place in pairs:
             if target in tiny:
                 self._overhead(target)
             else:
-                self._target(target, folder)
+                self._target(target, place)
         if self.spreads:
             self.report.machine["ceiling_spread"] = round(statistics.median(self.spreads), 3)
         self.report.seconds = time.monotonic() - begin
         return self.report
 
-    def _open(self, urls: Sequence[BackendURL], *, store: bool) -> Iterator[tuple[Target, Path | None]]:
-        """The targets and, for files, the folder for the raw files of the ceiling. All are closed with the stack."""
+    def _open(self, urls: Sequence[BackendURL], *, store: bool) -> Iterator[tuple[Target, Place]]:
+        """The targets and where their ceiling works, if it needs a place. All are closed with the stack."""
         from kvstore.registry import BackendURL
 
         from .targets import BackendTarget, StoreTarget
@@ -238,12 +248,26 @@ class _Run:
             urls = [BackendURL("memory"), BackendURL("file", path=str(root / "file"))]
         for url in urls:
             target = self._close_later(BackendTarget(url, lanes=self.plan.lanes))
-            folder = self._raw_folder(Path(url.path)) if url.scheme == "file" else None
-            yield self._named(target), folder
-            if store and url.scheme in ("memory", "file"):
+            place: Place = None
+            if url.scheme == "file":
+                place = self._raw_folder(Path(url.path))
+            elif url.scheme == "s3":
+                from .s3 import place_of
+
+                place = place_of(url, self.run_id)
+            yield self._named(target), place
+            if store and url.scheme in ("memory", "file", "s3"):
                 queue = 2 * self.plan.region_bytes + 64 * MIB
                 whole = self._close_later(StoreTarget(url, lanes=self.plan.lanes, queue_bytes=queue))
-                yield self._named(whole), folder
+                yield self._named(whole), place
+            if self.compare_clients and url.scheme == "s3":
+                from .s3 import other_clients
+
+                for name, other in other_clients(url, lanes=self.plan.lanes):
+                    if other is None:
+                        self.report.notes.append(f"{name} is not installed and was left out")
+                    else:
+                        yield self._named(self._close_later(other)), place
 
     def _close_later(self, target: Target) -> Target:
         self.stack.callback(target.close)
@@ -278,7 +302,7 @@ class _Run:
                 f"{need / MIB:.0f} MiB; use smaller --sizes, a smaller --batch or another folder (TMPDIR)"
             )
 
-    def _target(self, target: Target, folder: Path | None) -> None:
+    def _target(self, target: Target, place: Place) -> None:
         for size, count in zip(self.plan.sizes, self.plan.batches, strict=True):
             if size > target.max_bytes:
                 self.report.notes.append(
@@ -289,7 +313,7 @@ class _Run:
                 continue
             for op in self.plan.ops:
                 self._step(f"{target.scheme} {op} {size_name(size)}", 0)
-                row = self._row(target, op, size, count, folder)
+                row = self._row(target, op, size, count, place)
                 self._step("", 1)
                 self._figure(row, f"{op}.{size_name(size)}.ratio", row.ratio, "ratio", "higher")
 
@@ -315,18 +339,22 @@ class _Run:
         self.done += count
         self.progress(what, self.done, self.total)
 
-    def _ceiling(self, op: str, keys: Sequence[bytes], work: Any, folder: Path | None, *, tiny: bool) -> Side:
+    def _ceiling(self, op: str, keys: Sequence[bytes], work: Any, place: Place, *, tiny: bool) -> Side:
         from .ceilings import Memcpy, PythonLoop, ReadFiles, WriteFiles
 
         if tiny:
             return PythonLoop(op, keys, work.sources, work.destinations)
-        if folder is None:
+        if place is None:
             return Memcpy(work.sources, work.destinations)
-        if op == "get":
-            return ReadFiles(folder, work.sources, work.destinations)
-        return WriteFiles(folder, work.sources)
+        if not isinstance(place, Path):
+            from .ceilings_http import HttpGet, HttpPut
 
-    def _row(self, target: Target, op: str, size: int, count: int, folder: Path | None, *, tiny: bool = False) -> Row:
+            return HttpGet(place, work.sources, work.destinations) if op == "get" else HttpPut(place, work.sources)
+        if op == "get":
+            return ReadFiles(place, work.sources, work.destinations)
+        return WriteFiles(place, work.sources)
+
+    def _row(self, target: Target, op: str, size: int, count: int, place: Place, *, tiny: bool = False) -> Row:
         from .measure import GetSide, PutSide, lane_counts, measure
         from .report import Ceiling, Row
         from .workload import Workload
@@ -334,13 +362,14 @@ class _Run:
         plan = self.plan
         names = f"{self.run_id}/{target.scheme}/{op}"
         work = Workload(*self.regions, count=count, nbytes=size, make_key=target.key, run_id=names)
-        ceiling = self._ceiling(op, work.new_keys(), work, folder, tiny=tiny)
+        ceiling = self._ceiling(op, work.new_keys(), work, place, tiny=tiny)
         ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S)
-        same = folder is None and not target.whole
+        same = place is None and not target.whole
         most = min(count, target.lanes, MOST_LANES)
         cores = len(os.sched_getaffinity(0))
         our_lanes = [min(plan.lanes, most)] if plan.lanes else lane_counts(most)
-        ceiling_lanes = [1] if tiny else lane_counts(min(max(4, cores), most if same else count, MOST_LANES))
+        least = 4 if place is None or isinstance(place, Path) else HTTP_LANES
+        ceiling_lanes = [1] if tiny else lane_counts(min(max(least, cores), most if same else count, MOST_LANES))
         if target.whole:
             our_lanes = [1]
         elif same:
@@ -408,7 +437,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="also the whole, verified store over memory and file URLs (default: only without URL)",
+        help="also the whole, verified store over memory, file and s3 URLs (default: only without URL)",
+    )
+    parser.add_argument(
+        "--compare-clients",
+        action="store_true",
+        help="s3 URLs also through boto3, aioboto3, obstore and awscrt, where installed",
     )
     parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="limit of the working set (default 1GiB)")
     parser.add_argument("--json", metavar="FILE", help="write rows and figures as JSON; - is standard output")
@@ -419,7 +453,7 @@ def run(args: argparse.Namespace) -> int:
     """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_io` raises."""
     _check_writable(args.json, args.html)
     ops = [part.strip() for part in args.ops.split(",") if part.strip()]
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         report = run_io(
             args.urls,
             sizes=_sizes(args.sizes) if args.sizes is not None else None,
@@ -429,6 +463,7 @@ def run(args: argparse.Namespace) -> int:
             repeats=args.repeats,
             quick=args.quick,
             store=args.store,
+            compare_clients=args.compare_clients,
             memory_bytes=parse_size(args.memory, name="--memory"),
             progress=progress,
             command=_command(args),
@@ -462,29 +497,7 @@ def _command(args: argparse.Namespace) -> str:
     for name, default in (("ops", "put,get"), ("memory", "1GiB")):
         if getattr(args, name) != default:
             words += [f"--{name}", str(getattr(args, name))]
-    if args.quick:
-        words.append("--quick")
+    words += [f"--{name}" for name in ("quick", "compare-clients") if getattr(args, name.replace("-", "_"))]
     if args.store is not None:
         words.append("--store" if args.store else "--no-store")
     return shlex.join(words)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
-    """A bar on standard error if that is a terminal, else nothing."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Drawn between rows only: a thread that redraws would disturb what is measured.
-    with Bar(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("preparing", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=what or None, refresh=True)
-
-        yield show

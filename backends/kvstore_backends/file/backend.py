@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvstore.backend import EXISTS, MISS, OK, Backend, Capability, KeyInfo, Limits, Outcome, Read, Status, Write
-from kvstore.errors import BackendError, ClosedError, ConfigError, KVStoreError, PermanentError, TransientError
+from kvstore.errors import BackendError, ClosedError, ConfigError, KVStoreError, TransientError
 from kvstore.errors import from_os_error as map_os_error
+from kvstore.eviction import POLICIES
 from kvstore.keys import Key
 from kvstore.options import Option
 from kvstore.registry import BackendURL
@@ -38,6 +39,9 @@ from .tree import Marker, walk
 __all__ = ["FileBackend"]
 
 _PAGE_KEYS = 1000
+_OPEN_SECONDS = 600.0  # for counting a folder that nobody has counted (1 M records: 7 s on ext4)
+_LOCK_SECONDS = 60.0
+_REOPEN_SECONDS = 1.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _instances: weakref.WeakSet[FileBackend] = weakref.WeakSet()
@@ -61,11 +65,15 @@ class FileBackend(Backend):
 
     Raises:
         ConfigError: the root is a file or cannot be made or read, or an argument makes no sense.
+        TransientError: another process holds the usage counter for a minute.
     """
 
     options = (
         Option("bytes", "size", None, "Cap on the stored bytes; not set: no cap and no accounting.", minimum=1),
-        Option("policy", "str", "lru", "Which records go first when the cap is reached: lru, fifo, or none to refuse."),
+        Option(
+            "policy", "choice", "lru", "Which records go first when the cap is reached; none: new ones are refused.",
+            choices=tuple(POLICIES),
+        ),
         Option(
             "fsync", "choice", "off",
             "What is on the device before a put is acknowledged: nothing, the data, or the name too.",
@@ -118,14 +126,19 @@ class FileBackend(Backend):
                 probe_direct(self._calls, self._root, self._direct)
             self._failures = Failures(self.name, self._path)
             self._reader = Reader(
-                self._calls, self._failures, self._direct, count=self._counters.add, revive=self._revive
+                self._calls,
+                self._failures,
+                self._direct,
+                count=self._counters.add,
+                revive=self._revive,
+                local=self._local,
             )
             self._publisher = Publisher(
                 self._calls, self._held.marker, self._direct, name=self.name, fsync=fsync, local=self._local,
                 allocate=self._calls.prefers_fallocate(system),
             )  # fmt: skip
             self._held.sweep = start_sweep(self._calls, self._root, self.name)
-            self._open_capacity()
+            self._open_capacity(time.monotonic() + _OPEN_SECONDS)
         except BaseException:
             self._finalizer()
             raise
@@ -169,15 +182,16 @@ class FileBackend(Backend):
         finally:
             self._leave()
 
-    def _open_capacity(self) -> None:
+    def _open_capacity(self, deadline: float) -> None:
         if self._cap is None:
             return
         old = self._held.capacity
         capacity = Capacity(
-            self._calls, self._root, self._cap, self._policy, self.name, count=self._counters.add, prune=self._local
-        )
+            self._calls, self._root, self._cap, self._policy, self.name, count=self._counters.add, local=self._local,
+            deadline=min(deadline, time.monotonic() + _LOCK_SECONDS),
+        )  # fmt: skip
         try:
-            capacity.start()
+            capacity.start(deadline)
         except BaseException:
             capacity.abandon()
             raise
@@ -226,12 +240,12 @@ class FileBackend(Backend):
             if not self._closed:
                 self._reopen_capacity = True
 
-    def _ready_capacity(self) -> Capacity | None:
-        """The capacity; after a fork the child's own, opened by the first call that needs it."""
+    def _ready_capacity(self, deadline: float) -> Capacity | None:
+        """The capacity; after a fork the child's own, opened by the first put or delete. Raises `TransientError`."""
         if self._reopen_capacity:
             with self._open_lock:
                 if self._reopen_capacity:
-                    self._open_capacity()
+                    self._open_capacity(deadline)
                     self._reopen_capacity = False
         return self._held.capacity
 
@@ -239,7 +253,10 @@ class FileBackend(Backend):
         """If the root itself went away (ESTALE, removed), open or make it anew, under the same descriptor number."""
         with self._open_lock:
             if revive_root(self._calls, self._root, self._path) and self._cap is not None:
-                self._open_capacity()
+                try:
+                    self._open_capacity(time.monotonic() + _REOPEN_SECONDS)
+                except TransientError:  # the next put has more patience
+                    self._reopen_capacity = True
 
     # stat, get
 
@@ -255,7 +272,7 @@ class FileBackend(Backend):
         """See `Backend.get_into`. One open per key and batch; ranges at most 64 KiB apart share a preadv(2)."""
         self._enter("get")
         try:
-            capacity = self._ready_capacity()
+            capacity = self._held.capacity
             touch = capacity is not None and capacity.counts_reads
             outcomes, hits = self._reader.get(self._root, reads, deadline, touch=touch)
             if capacity is not None:
@@ -269,7 +286,10 @@ class FileBackend(Backend):
     def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
         self._enter("put")
         try:
-            capacity = self._ready_capacity()
+            try:
+                capacity = self._ready_capacity(deadline)
+            except TransientError as error:
+                return [Outcome.failed(error)] * len(writes)
             if capacity is None:
                 return [self._put(write, write.nbytes, 0, deadline, None) for write in writes]
             return self._put_capped(capacity, writes, deadline)
@@ -287,7 +307,7 @@ class FileBackend(Backend):
             if time.monotonic() >= deadline:
                 outcomes[index] = self._failures.late("put", write.key)
                 continue
-            found = self._reader.stat(self._root, write.key)
+            found = self._reader.is_there(self._root, write.key)
             if found.ok:
                 outcomes[index] = EXISTS
                 there.append((write.key, found.nbytes))
@@ -347,7 +367,7 @@ class FileBackend(Backend):
                 self._counters.add("put_retries")
             except DeadlinePassed:
                 return self._failures.late("put", write.key)
-            except PermanentError as error:
+            except BackendError as error:
                 return Outcome.failed(error)
 
     def _may_help(self, error: OSError, nbytes: int, deadline: float, capacity: Capacity | None) -> bool:
@@ -385,7 +405,10 @@ class FileBackend(Backend):
     ) -> Outcome:
         if time.monotonic() >= deadline:
             return self._failures.late(operation, key)
-        capacity = self._ready_capacity()
+        try:
+            capacity = self._ready_capacity(deadline)
+        except TransientError as late:
+            return Outcome.failed(late)
         try:
             removal, error, freed = how(key)
         except OSError as raised:

@@ -41,6 +41,9 @@ _FIRST_SCAN_SECONDS = 0.25  # a put that has to evict gives the walk so much, th
 _STEP_SECONDS = 0.005  # … and later ones so much
 _WAIT_SECONDS = 10.0
 _MAX_STUCK = 1024
+_PRUNE_BELOW = 16 << 30
+"""Up to this cap folders that become empty are removed, so that `du` stays below it too. All 65,792 take 257 MiB
+on ext4; making and removing two for each record (0.3 ms) would cost more than that is worth under a large cap."""
 _FLUSH_SECONDS = 1.0
 
 
@@ -80,46 +83,57 @@ class Capacity:
     Args:
         cap: bytes of records, summed by file size (the file system rounds each up to its block).
         policy: name, see `kvstore.eviction.make_policy`.
-        prune: remove folders that become empty.
+        local: the file system lives in this kernel.
+        deadline: until when to wait for processes that use the counter, in monotonic seconds.
 
     Raises:
         ConfigError: unknown policy.
+        TransientError: the deadline passed.
     """
 
     def __init__(
-        self, calls: OsCalls, root: int, cap: int, policy: str, name: str, *, count: Callable[[str], None], prune: bool
+        self,
+        calls: OsCalls,
+        root: int,
+        cap: int,
+        policy: str,
+        name: str,
+        *,
+        count: Callable[[str], None],
+        local: bool,
+        deadline: float,
     ) -> None:
         self.cap = cap
         self._calls = calls
         self._root = root
         self._name = name
         self._count = count
-        self._prune = prune
+        self._prune = local and cap <= _PRUNE_BELOW
         self._policy: EvictionPolicy = make_policy(policy)
         self._evicts = not isinstance(self._policy, KeepPolicy)
         self.counts_reads = self._evicts and not isinstance(self._policy, FIFOPolicy)
         self._lock = threading.Lock()  # over what follows; held for dictionary operations only
         self._used: dict[Key, int] = {}  # hot: last use, ns since the epoch
         self._stamp: dict[Key, int] = {}  # hot: modification time on disk, as far as we know
-        self._cold: list[
-            tuple[int, Key]
-        ] = []  # heap of (modification time, key); may hold keys that are no longer cold
+        # A heap of (modification time, key); it may hold keys that are no longer cold.
+        self._cold: list[tuple[int, Key]] = []
         self._cold_keys: set[Key] = set()
         # Under the lock of the usage counter:
         self._scan: _Scan | None = None
         self._scanned_at = float("-inf")  # when the last finished walk began
-        self._usage = Usage(calls, root, name)
+        self._usage = Usage(calls, root, name, local=local, deadline=deadline)
 
-    def start(self) -> None:
+    def start(self, deadline: float) -> None:
         """Count if nobody has counted yet, and evict what exceeds the cap (it may have been lowered)."""
-        deadline = time.monotonic() + 60.0
         self._usage.acquire(deadline)
         try:
-            if not self._usage.known:
-                self._finish_scan(self._begin_scan(), until=float("inf"))
+            if not self._usage.known and not self._finish_scan(self._begin_scan(), until=deadline):
+                raise TransientError(
+                    "the deadline passed while counting the folder", backend=self._name, operation="open"
+                )
             try:
                 self._make_room(0, deadline)
-            except KVStoreError as error:
+            except (KVStoreError, OSError) as error:
                 logger.warning(
                     "%s: the folder holds more than its capacity of %d bytes: %s", self._name, self.cap, error
                 )

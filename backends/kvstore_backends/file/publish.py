@@ -18,21 +18,21 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvstore.errors import PermanentError
+from kvstore.errors import PermanentError, TransientError
 from kvstore.keys import Key
 
 from .naming import file_name, leaf_path, new_temp_name
 from .oscalls import OsCalls
-from .transfer import Direct, write_all
+from .transfer import Direct, check_deadline, write_all
 from .tree import FOLDER_FLAGS, HANDLE_FLAGS, Marker
 
 __all__ = ["Publisher"]
 
 logger = logging.getLogger("kvstore.file")
 
-_TRIES = 8
+_TRIES = 64
 _ALLOCATE_MIN = 1 << 20
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EISDIR})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -56,6 +56,7 @@ class Publisher:
         self._direct = direct
         self._name = name
         self._fsync = fsync
+        self._local = local
         self._anonymous = local and os.path.isdir("/proc/self/fd")
         self._allocate = allocate
         self._links = True
@@ -72,19 +73,23 @@ class Publisher:
             OSError: nothing was published, and nothing is left behind.
             DeadlinePassed: as above.
             PermanentError: something foreign is in the way.
+            TransientError: this client and the server do not agree on what is there.
         """
         for attempt in range(_TRIES):
             folder = self._open_folder(root, key)
             try:
-                return self._put(root, folder, key, src, nbytes, stamp, deadline)
+                # A named file keeps the folder from being removed while it is written; the next try can afford that.
+                return self._put(root, folder, key, src, nbytes, stamp, deadline, attempt == 0)
             except OSError as error:
                 # Somebody removed the folder while it was empty: make it again. (ext4 says EPERM to O_TMPFILE there.)
-                gone = error.errno in (errno.ENOENT, errno.ESTALE) or self._is_gone(folder)
-                if not gone or attempt == _TRIES - 1:
+                stale = error.errno == errno.ESTALE and attempt == 0  # may be the server's trouble: no use insisting
+                if not (stale or error.errno == errno.ENOENT or self._is_gone(folder)):
                     raise
+                last = error
             finally:
                 self._calls.close(folder)
-        raise FileNotFoundError(errno.ENOENT, "the folder of the record vanishes again and again", leaf_path(key))
+            check_deadline(deadline)
+        raise OSError(errno.ESTALE, "the folder of the record vanishes again and again", leaf_path(key)) from last
 
     def _is_gone(self, folder: int) -> bool:
         try:
@@ -119,7 +124,7 @@ class Publisher:
                 continue
             finally:
                 self._calls.close(above)
-        raise FileNotFoundError(errno.ENOENT, "the folder vanishes again and again", path)
+        raise OSError(errno.ESTALE, "the folder of the record vanishes again and again", path)
 
     def _make_folder(self, parent: int, name: str) -> None:
         try:
@@ -139,18 +144,45 @@ class Publisher:
         name = file_name(key)
         try:
             found = self._calls.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        if not stat.S_ISREG(found.st_mode):
-            raise self._in_the_way(f"{leaf_path(key)}/{name}", "is not a record")
+            if not stat.S_ISREG(found.st_mode):
+                raise self._in_the_way(f"{leaf_path(key)}/{name}", "is not a record")
+            if not self._local:  # a client of a server may remember what another one removed; open() asks the server
+                self._calls.close(self._calls.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder))
+        except PermissionError:
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return False
+            raise
         return True
 
+    def _give_name(self, publish: Callable[[], None], folder: int, key: Key) -> bool:
+        """Publish; False if the record is there already.
+
+        Raises:
+            TransientError: the name is taken, and yet no record is there, again and again.
+            OSError: from `publish`.
+        """
+        for _ in range(_TRIES):
+            try:
+                publish()
+                return True
+            except FileExistsError:
+                if self._exists(folder, key):
+                    return False
+                # It was removed since, so the name is free; or only this client of a server still remembers it.
+        raise TransientError(
+            "another client removed the record, and this one remembers its name for a while yet",
+            backend=self._name, operation="put", key=key,
+        )  # fmt: skip
+
     def _put(
-        self, root: int, folder: int, key: Key, src: Sequence[memoryview], nbytes: int, stamp: int, deadline: float
-    ) -> bool:
+        self, root: int, folder: int, key: Key, src: Sequence[memoryview], nbytes: int, stamp: int, deadline: float,
+        anonymous: bool,
+    ) -> bool:  # fmt: skip
         if self._exists(folder, key):
             return False
-        if self._anonymous:
+        if anonymous and self._anonymous:
             try:
                 fd = self._calls.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder)
             except OSError as error:
@@ -191,10 +223,7 @@ class Publisher:
         try:
             self._fill(fd, src, nbytes, stamp, deadline)
             try:
-                self._calls.link_anonymous(fd, folder, file_name(key))
-            except FileExistsError:
-                self._exists(folder, key)  # a record, or something foreign?
-                return False
+                named = self._give_name(lambda: self._calls.link_anonymous(fd, folder, file_name(key)), folder, key)
             except OSError as error:
                 if error.errno not in _NO_LINKS or self._is_gone(folder):
                     raise
@@ -203,8 +232,9 @@ class Publisher:
                 return None
         finally:
             self._calls.close(fd)
-        self._sync_folder(folder, key)
-        return True
+        if named:
+            self._sync_folder(folder, key)
+        return named
 
     def _sync_folder(self, folder: int, key: Key) -> None:
         if self._fsync != "full":
@@ -256,28 +286,27 @@ class Publisher:
     def _publish(self, folder: int, key: Key, temp: str) -> tuple[bool, bool]:
         """Whether we published, and whether the temporary name is still there."""
         calls, name = self._calls, file_name(key)
-        if self._links:
+
+        def link() -> None:
             try:
                 calls.link(temp, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-                return True, True
+            except OSError:
+                if not self._was_linked(folder, temp):
+                    raise
+
+        if self._links:
+            try:
+                return self._give_name(link, folder, key), True
             except OSError as error:
-                if self._was_linked(folder, temp):
-                    return True, True
-                if error.errno == errno.EEXIST:
-                    self._exists(folder, key)
-                    return False, True
                 if error.errno not in _NO_LINKS:
                     raise
                 logger.info("%s: no hard links here (%s): publishing by rename", self._name, error.strerror)
                 self._links = False
         if self._noreplace:
             try:
-                calls.rename_noreplace(folder, temp, name)
-                return True, False
+                published = self._give_name(lambda: calls.rename_noreplace(folder, temp, name), folder, key)
+                return published, not published
             except OSError as error:
-                if error.errno == errno.EEXIST:
-                    self._exists(folder, key)
-                    return False, True
                 if error.errno not in _UNSUPPORTED:
                     raise
                 self._noreplace = False

@@ -46,17 +46,19 @@ class Reader:
 
     Args:
         revive: called after ESTALE, which may mean the root itself.
+        local: the file system lives in this kernel, which knows what is there.
     """
 
     def __init__(
         self, calls: OsCalls, failures: Failures, direct: Direct, *, count: Callable[[str], None],
-        revive: Callable[[], None],
+        revive: Callable[[], None], local: bool,
     ) -> None:  # fmt: skip
         self._calls = calls
         self._failures = failures
         self._direct = direct
         self._count = count
         self._revive = revive
+        self._sure_flags = _STAT_FLAGS if local else _READ_FLAGS
         self._stamps = True  # until the file system or an owner refuses
         self._seen: OrderedDict[Key, Identity] = OrderedDict()
 
@@ -78,14 +80,18 @@ class Reader:
         if error.errno == errno.ESTALE:
             self._revive()
 
-    def stat(self, root: int, key: Key) -> Outcome:
+    def is_there(self, root: int, key: Key) -> Outcome:
+        """As `stat`, but on a shared file system it asks the server, whatever this client remembers."""
+        return self.stat(root, key, self._sure_flags)
+
+    def stat(self, root: int, key: Key, flags: int = _STAT_FLAGS) -> Outcome:
         """OK with the size, or MISS. Opens the name without reading access, because that is the only look at it that
         follows no symbolic link on the way (2.6 µs more than a plain stat, measured)."""
         calls = self._calls
         again = True
         while True:
             try:
-                fd = calls.open_beneath(root, record_path(key), _STAT_FLAGS)
+                fd = calls.open_beneath(root, record_path(key), flags)
                 try:
                     found = calls.fstat(fd)
                 finally:

@@ -16,7 +16,7 @@ from kvstore.errors import TransientError
 
 from .oscalls import OsCalls
 
-__all__ = ["ALIGNMENT", "Cut", "DeadlinePassed", "Direct", "Range", "read_ranges", "write_all"]
+__all__ = ["ALIGNMENT", "Cut", "DeadlinePassed", "Direct", "Range", "check_deadline", "read_ranges", "write_all"]
 
 logger = logging.getLogger("kvstore.file")
 
@@ -170,7 +170,8 @@ class _Cursor:
             self._skip = 0
 
 
-def _check(deadline: float) -> None:
+def check_deadline(deadline: float) -> None:
+    """Raise `DeadlinePassed` if it has."""
     if time.monotonic() >= deadline:
         raise DeadlinePassed("the deadline passed")
 
@@ -189,7 +190,7 @@ def _read_piece(calls: OsCalls, fd: int, piece: _Piece, deadline: float, aligned
         if aligned and done % ALIGNMENT:
             return done
         if done:
-            _check(deadline)
+            check_deadline(deadline)
         count = calls.preadv(fd, cursor.batch(), piece.offset + done)
         if count == 0:
             break
@@ -211,7 +212,7 @@ def _write_piece(calls: OsCalls, fd: int, piece: _Piece, deadline: float, aligne
         if aligned and done % ALIGNMENT:
             return done
         if done:
-            _check(deadline)
+            check_deadline(deadline)
         count = calls.pwritev(fd, cursor.batch(), piece.offset + done)
         if count == 0:
             stuck += 1
@@ -328,10 +329,23 @@ def read_ranges(
         OSError: as preadv(2); `Cut`.
         DeadlinePassed: between two calls.
     """
+    if len(ranges) == 1 and not direct.enabled:
+        item, dst, offset = ranges[0]
+        nbytes = len(dst)
+        if nbytes <= MAX_IO and offset + nbytes <= size:  # nearly always: one range, inside the file, in one call
+            done = calls.preadv(fd, [dst], offset)
+            if 0 < done < nbytes:
+                check_deadline(deadline)
+                rest = _Piece(False, [dst[done:]], offset + done, nbytes - done)
+                done += _read_piece(calls, fd, rest, deadline, False)
+            if done < nbytes:
+                raise Cut(offset + done, size)
+            counts[item] = nbytes
+            return
     position, scratch = 0, None
     while position < len(ranges):
         if position:
-            _check(deadline)
+            check_deadline(deadline)
         first = ranges[position]
         views, end, stop = [first.dst], first.offset + len(first.dst), position + 1
         while stop < len(ranges) and 0 <= ranges[stop].offset - end <= GAP and end < size:

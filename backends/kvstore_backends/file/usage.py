@@ -57,21 +57,28 @@ class Usage:
         unclean: a process of this folder ended without closing; the counters may be a little off.
     """
 
-    def __init__(self, calls: OsCalls, root: int, name: str) -> None:
+    def __init__(self, calls: OsCalls, root: int, name: str, *, local: bool, deadline: float) -> None:
         self._calls = calls
+        self._root = root
+        self._local = local
         self._name = name
         self._thread_lock = threading.Lock()
         self._later_lock = threading.Lock()
         self._later = [0, 0, 0]  # added, removed, reserved
         self._mine = 0  # reserved by this process
         self._slot = -1
-        self._fd = -1
+        self._fd = -1  # carries the locks
+        self._data = -1  # reads and writes the counters
         self.added = self.removed = self.reserved = 0
+        self._leaving = False
         self.known = False
         self.unclean = False
         self.shared = True
         try:
-            self._open(root)
+            self._open(root, deadline)
+        except TransientError:
+            self._close_fd()
+            raise
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -82,7 +89,7 @@ class Usage:
                 name, error.strerror,
             )  # fmt: skip
 
-    def _open(self, root: int) -> None:
+    def _open(self, root: int, deadline: float) -> None:
         calls = self._calls
         try:
             calls.mkdir(OWN, dir_fd=root)
@@ -94,12 +101,12 @@ class Usage:
             self._fd = calls.open(USAGE_FILE.rpartition("/")[2], flags, 0o666, dir_fd=folder)
         finally:
             calls.close(folder)
-        self._wait_for_lock(time.monotonic() + 60.0)  # also the test whether locks work
+        self._lock(deadline)  # also the test whether locks work
         try:
             self._take_slot()
             self._load()
         finally:
-            calls.unlock(self._fd, _MUTEX_BYTE)
+            self._unlock()
 
     def _take_slot(self) -> None:
         for index in range(_SLOTS):
@@ -118,7 +125,7 @@ class Usage:
         # More processes than slots: it works, but what is in flight when such a process dies stays reserved.
 
     def _read_slot(self, index: int) -> tuple[int, int]:
-        raw = os.pread(self._fd, _SLOT.size, _SLOTS_AT + index * _SLOT.size)
+        raw = os.pread(self._data, _SLOT.size, _SLOTS_AT + index * _SLOT.size)
         if len(raw) < _SLOT.size:
             return 0, 0
         taken, reserved = _SLOT.unpack(raw)
@@ -126,10 +133,10 @@ class Usage:
 
     def _write_slot(self, taken: int, reserved: int) -> None:
         if self._slot >= 0:
-            os.pwrite(self._fd, _SLOT.pack(taken, reserved), _SLOTS_AT + self._slot * _SLOT.size)
+            os.pwrite(self._data, _SLOT.pack(taken, reserved), _SLOTS_AT + self._slot * _SLOT.size)
 
     def _load(self) -> None:
-        raw = os.pread(self._fd, _HEADER.size, 0)
+        raw = os.pread(self._data, _HEADER.size, 0)
         if len(raw) == _HEADER.size:
             magic, added, removed, reserved = _HEADER.unpack(raw)
             if magic == _MAGIC and removed <= added:
@@ -141,8 +148,8 @@ class Usage:
 
     def _store(self) -> None:
         if self.shared and self.known:
-            os.pwrite(self._fd, _HEADER.pack(_MAGIC, self.added, self.removed, self.reserved), 0)
-            self._write_slot(1, self._mine)
+            os.pwrite(self._data, _HEADER.pack(_MAGIC, self.added, self.removed, self.reserved), 0)
+            self._write_slot(0 if self._leaving else 1, self._mine)
 
     def _wait_for_lock(self, deadline: float) -> None:
         pause = 5e-5
@@ -153,6 +160,24 @@ class Usage:
             # Polling, because a holder that was stopped (SIGSTOP, a frozen host) must not hold us past the deadline.
             time.sleep(min(pause * (0.5 + random.random()), left))
             pause = min(2 * pause, 5e-3)
+
+    def _lock(self, deadline: float) -> None:
+        """Lock the counters and see what others wrote. Clients of shared file systems keep the data of an open file to
+        themselves, both ways (NFS makes an exception for locks, JuiceFS does not): only open() and close() tell."""
+        self._wait_for_lock(deadline)
+        try:
+            self._data = self._fd if self._local else self._calls.open_beneath(self._root, USAGE_FILE, os.O_RDWR)
+        except BaseException:
+            self._calls.unlock(self._fd, _MUTEX_BYTE)
+            raise
+
+    def _unlock(self) -> None:
+        data, self._data = self._data, -1
+        try:
+            if data not in (-1, self._fd):
+                self._calls.close(data)
+        finally:
+            self._calls.unlock(self._fd, _MUTEX_BYTE)
 
     def _late(self) -> TransientError:
         return TransientError(
@@ -170,8 +195,12 @@ class Usage:
             raise self._late()
         try:
             if self.shared:
-                self._wait_for_lock(deadline)
-                self._load()
+                self._lock(deadline)
+                try:
+                    self._load()
+                except BaseException:
+                    self._unlock()
+                    raise
             if self.known:
                 self._apply_later()
         except OSError as error:
@@ -191,7 +220,7 @@ class Usage:
                 try:
                     self._store()
                 finally:
-                    self._calls.unlock(self._fd, _MUTEX_BYTE)
+                    self._unlock()
         except OSError as error:
             logger.warning("%s: the usage counter cannot be written: %s", self._name, error.strerror)
         finally:
@@ -253,13 +282,13 @@ class Usage:
         found = False
         if not self.shared or self.reserved <= self._mine:
             return False
-        raw = os.pread(self._fd, _SLOTS * _SLOT.size, _SLOTS_AT)
+        raw = os.pread(self._data, _SLOTS * _SLOT.size, _SLOTS_AT)
         for index in range(len(raw) // _SLOT.size):
             taken, reserved = _SLOT.unpack_from(raw, index * _SLOT.size)
             if not taken or index == self._slot or not self._calls.try_lock(self._fd, _SLOT_BYTE + index):
                 continue
             try:
-                os.pwrite(self._fd, _SLOT.pack(0, 0), _SLOTS_AT + index * _SLOT.size)
+                os.pwrite(self._data, _SLOT.pack(0, 0), _SLOTS_AT + index * _SLOT.size)
                 self.reserved -= min(reserved, self.reserved)
                 found = True
             finally:
@@ -276,11 +305,8 @@ class Usage:
         except TransientError:
             pass
         else:
+            self._leaving = True
             self.release()
-            try:
-                self._write_slot(0, 0)
-            except OSError:
-                pass
         self._close_fd()
 
     def _close_fd(self) -> None:

@@ -1,0 +1,5 @@
+"""Records in S3, S3 Express One Zone and what is compatible: `s3://bucket/prefix`. Needs `pip install 'kvstore[s3]'`."""
+
+from .backend import S3Backend
+
+__all__ = ["S3Backend"]

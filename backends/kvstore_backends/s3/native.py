@@ -1,0 +1,398 @@
+"""The native client: botocore for parameters, credentials, endpoints, signatures, S3 Express sessions and errors; our own
+connections for the bytes.
+
+A handler on botocore's public event `before-send.s3` sends every request of the client over our pool and answers with
+an `AWSResponse`, so botocore's own HTTP layer is never used, and one deadline covers whatever botocore sends
+(CreateSession and region redirects too). Of a GetObject the handler writes the body into the caller's memory; a body
+to send is taken as views from `Source`.
+
+Most of what a call of botocore costs (0.7 ms) is the same for every object. So HEAD and GET are **traced** once: the
+unsigned request is copied at the event `request-created.s3`. Later calls put another name into the copy and emit that
+event again, which has botocore sign it (0.1 ms), sessions included. An answer that is anything but ordinary drops the
+trace and the call is made again in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from botocore import xform_name
+from botocore.awsrequest import AWSRequest, AWSResponse
+from botocore.exceptions import ClientError
+from botocore.httpsession import get_cert_path
+from botocore.parsers import ResponseParserFactory
+
+from .client import BodyBroken, Client, Found, Got, Source, age_of, content_total
+from .credentials import CredentialGate
+from .http import Body, Connection, Head, LinkError, Stopped, Timing, request_head
+from .options import Settings
+from .session import make_client, make_session
+from .transport import Hedging, Origin, Pool, Request, Resolver, Transport
+
+__all__ = ["NativeClient"]
+
+_MOST_ANSWER = 64 << 20  # bytes of an answer that is kept in memory (a page of a listing is below 1 MiB)
+_SCRATCH = 256 << 10  # for bytes that nobody wants
+_DRAIN = 1 << 20  # rather than read more than this, a connection is closed
+_PLAIN = frozenset({200, 206, 404, 412, 416})  # ordinary answers to HEAD and GET
+_SELDOM_RENEWED_S = 5.0
+_DROPPED = frozenset({"authorization", "x-amz-date", "date", "x-amz-content-sha256", "x-amz-security-token",
+                      "x-amz-s3session-token", "amz-sdk-invocation-id", "amz-sdk-request", "range", "if-match"})  # fmt: skip
+
+
+class _Sink:
+    """Where the body of a GetObject goes, and what was found."""
+
+    __slots__ = ("got", "start", "views")
+
+    def __init__(self, start: int, views: Sequence[memoryview]) -> None:
+        self.start = start
+        self.views = views
+        self.got: Got | None = None
+
+
+class _Call(threading.local):
+    """What the handlers must know of the call that this thread is in."""
+
+    operation: str = ""
+    until: float = 0.0
+    sink: _Sink | None = None
+    trace: _Trace | None = None
+
+
+class _Trace:
+    """An unsigned request, for other names."""
+
+    __slots__ = ("base", "context", "headers", "key", "method")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.base = ""
+        self.method = ""
+        self.headers: dict[str, str] = {}
+        self.context: dict[str, Any] = {}
+
+
+class _Raw:
+    """The `raw` of an `AWSResponse`, in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read(self, amt: int | None = None) -> bytes:
+        data, self._data = (self._data, b"") if amt is None else (self._data[:amt], self._data[amt:])
+        return data
+
+    def stream(self, amt: int = 0, **_: Any) -> Iterator[bytes]:
+        yield self.read()
+
+    def close(self) -> None:
+        self._data = b""
+
+
+class NativeClient(Client):
+    """See the module's docstring.
+
+    Args:
+        settings: what to connect to.
+        resolver: for tests.
+    """
+
+    name = "native"
+
+    def __init__(self, settings: Settings, *, resolver: Resolver | None = None) -> None:
+        self._settings = settings
+        self._bucket = settings.bucket
+        self._call = _Call()
+        self._lock = threading.Lock()
+        self._tls: ssl.SSLContext | None = None
+        pool = Pool(
+            resolver or Resolver(), connect_timeout=settings.connect_timeout, tls=self._tls_context,
+            most_idle=settings.lanes + settings.meta_lanes,
+        )  # fmt: skip
+        self.transport = Transport(pool, Hedging() if settings.hedge_reads else None)
+        self._scratch = threading.local()
+        self._parser = ResponseParserFactory().create_parser("rest-xml")
+        self._renewed_at = -_SELDOM_RENEWED_S
+        self.redirected = False
+        self._open()
+
+    def _open(self) -> None:
+        session = make_session(self._settings)
+        self._boto = make_client(self._settings, session)
+        self._ca = session.get_config_variable("ca_bundle")
+        self._gate = CredentialGate(session.get_credentials())
+        self._traces: dict[str, _Trace] = {}
+        events = self._boto.meta.events
+        events.register_first("before-send.s3", self._before_send)
+        events.register_first("request-created.s3", self._request_created)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            cafile = self._settings.ca_bundle or self._ca or get_cert_path(True)
+            self._tls = ssl.create_default_context(cafile=cafile)
+        return self._tls
+
+    # Handlers of botocore's events.
+
+    def _request_created(self, request: Any, operation_name: str, **_: Any) -> None:
+        trace = self._call.trace
+        if trace is None or operation_name != self._call.operation:
+            return
+        path = quote(trace.key, safe="/~")
+        if request.url.endswith("/" + path):
+            trace.base = request.url[: -len(path)]
+            trace.method = request.method
+            trace.headers = {n: _text(v) for n, v in request.headers.items() if n.lower() not in _DROPPED}
+            trace.context = {name: value for name, value in request.context.items() if name != "retries"}
+
+    def _before_send(self, request: Any, event_name: str, **_: Any) -> AWSResponse:
+        operation = event_name.rpartition(".")[2]
+        headers = {name: _text(value) for name, value in request.headers.items()}
+        prepared = _prepare(request.method, request.url, headers, request.body)
+        call = self._call
+        sink = call.sink if operation == call.operation else None
+        status, found, body = self._send(prepared, operation, call.until, sink)
+        if status in (301, 307, 308) or (status == 400 and "x-amz-bucket-region" in found):
+            self.redirected = True
+        return AWSResponse(request.url, status, found, _Raw(body))
+
+    def _timing(self, until: float) -> Timing:
+        return Timing(until, self._settings.read_timeout)
+
+    def _send(
+        self, request: Request, operation: str, until: float, sink: _Sink | None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """One exchange: status, headers and body. A body that went to the sink is given as an empty one."""
+        hedge = operation if operation in ("GetObject", "HeadObject") else ""
+        start = time.monotonic()
+        timing = self._timing(until)
+        connection, head = self.transport.exchange(request, timing, hedge=hedge)
+        ended = False
+        try:
+            body = Body(connection, request.method, head, timing)
+            headers = dict(head.headers)
+            if sink is not None and head.status in (200, 206):
+                seconds = time.monotonic() - start
+                ended = self._into_sink(sink, head, body, connection, seconds)
+                headers = {n: v for n, v in headers.items() if not n.startswith("x-amz-checksum-")}
+                headers.pop("transfer-encoding", None)
+                headers["content-length"] = "0"
+                return head.status, headers, b""
+            data = body.read(_MOST_ANSWER)
+            ended = True
+            return head.status, headers, data
+        finally:
+            self.transport.done(request, connection, head, ended=ended)
+
+    def _into_sink(self, sink: _Sink, head: Head, body: Body, connection: Connection, seconds: float) -> bool:
+        """Write the body to where it belongs. Returns whether it was read to its end."""
+        etag = head.headers.get("etag", "")
+        if head.status == 200 and sink.start:  # the server ignores Range: skip what comes before
+            skipped = self._skip(body, sink.start)
+            if skipped < sink.start:
+                sink.got = Got(0, etag, age_of(head.headers), seconds)
+                return True
+        elif head.status == 206 and not _begins_at(head.headers.get("content-range", ""), sink.start):
+            raise LinkError("protocol", "the server answered with another range than was asked for")
+        done = 0
+        try:
+            for view in sink.views:
+                count = body.readinto(view)
+                done += count
+                if count < len(view):
+                    break
+        except Stopped as stopped:
+            raise BodyBroken(done + stopped.done, etag, stopped.error) from stopped.error
+        sink.got = Got(done, etag, age_of(head.headers), seconds)
+        if not body.ended and body.left is not None and body.left <= _DRAIN:
+            with contextlib.suppress(Stopped):
+                self._skip(body, body.left)
+        return body.ended
+
+    def _skip(self, body: Body, count: int) -> int:
+        scratch: memoryview | None = getattr(self._scratch, "view", None)
+        if scratch is None:
+            scratch = self._scratch.view = memoryview(bytearray(_SCRATCH))
+        skipped = 0
+        while skipped < count and not body.ended:
+            skipped += body.readinto(scratch[: count - skipped])
+        return skipped
+
+    # Calls.
+
+    def _full(
+        self, operation: str, params: Mapping[str, Any], deadline: float, *, sink: _Sink | None = None,
+        trace: _Trace | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """A call through all of botocore."""
+        self._gate.ready(deadline)
+        call = self._call
+        call.operation, call.until, call.sink, call.trace = operation, deadline, sink, trace
+        try:
+            answer: dict[str, Any] = getattr(self._boto, xform_name(operation))(Bucket=self._bucket, **params)
+        finally:
+            call.operation, call.until, call.sink, call.trace = "", 0.0, None, None
+        if trace is not None and trace.base:
+            self._traces[operation] = trace
+        return answer
+
+    def _fast(
+        self, operation: str, key: str, extra: Mapping[str, str], deadline: float, sink: _Sink | None
+    ) -> tuple[int, Mapping[str, str]] | None:
+        """The call by a trace: status and headers of an ordinary answer. None: it must be made in full.
+
+        Raises:
+            ClientError: an error of the service that trying again in full would not change.
+        """
+        trace = self._traces.get(operation)
+        if trace is None:
+            return None
+        self._gate.ready(deadline)
+        url = trace.base + quote(key, safe="/~")
+        request = AWSRequest(method=trace.method, url=url, headers={**trace.headers, **extra})
+        request.context = dict(trace.context)
+        call = self._call
+        call.operation, call.until = "", deadline  # a CreateSession that signing may need
+        try:
+            self._boto.meta.events.emit(f"request-created.s3.{operation}", request=request, operation_name=operation)
+        finally:
+            call.until = 0.0
+        headers = {name: _text(value) for name, value in request.headers.items()}
+        status, found, body = self._send(_prepare(trace.method, url, headers, None), operation, deadline, sink)
+        if status in _PLAIN and not (status == 404 and operation == "GetObject" and b"NoSuchKey" not in body):
+            return status, found
+        if status >= 429 or status == 408:
+            response = {"status_code": status, "headers": found, "body": body}
+            raise ClientError(self._parser.parse(response, None), operation)
+        self._traces.pop(operation, None)
+        return None
+
+    def head(self, key: str, *, deadline: float) -> Found | None:
+        answered = self._fast("HeadObject", key, {}, deadline, None)
+        if answered is None:
+            try:
+                answer = self._full("HeadObject", {"Key": key}, deadline, trace=_Trace(key))
+            except ClientError as error:
+                if _status(error) == http.HTTPStatus.NOT_FOUND:
+                    return None
+                raise
+            headers: Mapping[str, str] = answer["ResponseMetadata"]["HTTPHeaders"]
+        else:
+            status, headers = answered
+            if status == http.HTTPStatus.NOT_FOUND:
+                return None
+        metadata = {n[11:]: v for n, v in headers.items() if n.startswith("x-amz-meta-")}
+        return Found(int(headers.get("content-length", 0)), headers.get("etag", ""), age_of(headers), metadata)
+
+    def get(
+        self, key: str, start: int, views: Sequence[memoryview], *, etag: str | None, deadline: float
+    ) -> Got | None:
+        sink = _Sink(start, views)
+        span = f"bytes={start}-{start + sum(map(len, views)) - 1}"
+        extra = {"Range": span} if etag is None else {"Range": span, "If-Match": etag}
+        answered = self._fast("GetObject", key, extra, deadline, sink)
+        if answered is not None:
+            status, headers = answered
+            if status in (404, 412):
+                return None
+            if status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return Got(0, "", age_of(headers))
+            return sink.got
+        params: dict[str, Any] = {"Key": key, "Range": span}
+        if etag is not None:
+            params["IfMatch"] = etag
+        try:
+            self._full("GetObject", params, deadline, sink=sink, trace=_Trace(key))
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in ("NoSuchKey", "PreconditionFailed") or _status(error) == http.HTTPStatus.PRECONDITION_FAILED:
+                return None
+            if _status(error) == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return Got(0, "", 0.0)
+            raise
+        return sink.got
+
+    def put(self, operation: str, params: Mapping[str, Any], source: Source, *, deadline: float) -> dict[str, Any]:
+        body: Any = source if len(source) else b""
+        return self._full(operation, {**params, "Body": body}, deadline)
+
+    def invoke(self, operation: str, params: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
+        return self._full(operation, params, deadline)
+
+    # Life.
+
+    def renew(self, failed: int, *, deadline: float) -> bool:
+        if not self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
+            return False
+        try:
+            if self.generation != failed:
+                return True
+            if time.monotonic() - self._renewed_at < _SELDOM_RENEWED_S:
+                return False
+            self._renewed_at = time.monotonic()
+            self._open()
+            self.generation += 1
+            return True
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        self.transport.pool.close()
+        self._boto.close()
+
+    def after_fork(self) -> None:
+        self.transport.after_fork()
+
+
+def _prepare(method: str, url: str, headers: dict[str, str], body: Any) -> Request:
+    """A request of botocore's as bytes and views."""
+    parts = urlsplit(url)
+    origin = Origin(parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    target = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+    views: Sequence[memoryview] = ()
+    length = 0
+    if isinstance(body, Source):
+        views, length = body.views, body.nbytes
+    elif body:
+        data = body if isinstance(body, bytes | bytearray) else _read_all(body)
+        views, length = [memoryview(data)], len(data)
+    lower = {name.lower() for name in headers}
+    if "host" not in lower:
+        headers = {"Host": parts.netloc, **headers}
+    if "transfer-encoding" in lower:
+        headers = {name: value for name, value in headers.items() if name.lower() != "transfer-encoding"}
+    if "content-length" not in lower and (length or method in ("PUT", "POST")):
+        headers = {**headers, "Content-Length": str(length)}
+    return Request(origin, method, request_head(method, target, headers), views)
+
+
+def _read_all(body: Any) -> bytes:
+    data = body.read() if hasattr(body, "read") else body
+    return data.encode() if isinstance(data, str) else bytes(data)
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _begins_at(content_range: str, start: int) -> bool:
+    """Whether a Content-Range begins where it should. A missing one is taken as right."""
+    if not content_range:
+        return True
+    first = content_range.removeprefix("bytes").strip().partition("-")[0]
+    return first == str(start) or content_total(content_range) is None
+
+
+Opener = Callable[[Settings], Client]

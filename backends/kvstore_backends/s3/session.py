@@ -1,0 +1,95 @@
+"""botocore sessions and clients as we want them: no payload hashing, no checksums by default, no retries of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import base64
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+
+from kvstore.errors import ConfigError
+
+from .options import Settings
+
+__all__ = ["client_arguments", "make_client", "make_session", "on_request_created"]
+
+
+def make_session(settings: Settings) -> Any:
+    """A botocore session with the options' profile and credentials; without them the standard chain is asked."""
+    session = botocore.session.Session(profile=settings.profile)
+    if settings.access_key_id is not None:
+        session.set_credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
+    return session
+
+
+def region_of(settings: Settings, session: Any) -> str:
+    """The region: the option's, the environment's or the profile's. Behind an endpoint of one's own any will do.
+
+    Raises:
+        ConfigError: none is known.
+    """
+    found = settings.region or session.get_config_variable("region")
+    if found:
+        return str(found)
+    if settings.endpoint_url is not None:
+        return "us-east-1"
+    raise ConfigError(
+        f"s3://{settings.bucket}: which region? Give the option region=…, or set AWS_REGION or the profile's region"
+    )
+
+
+def client_arguments(settings: Settings, session: Any) -> dict[str, Any]:
+    """Arguments for `Session.client("s3", …)`, the same for all client libraries.
+
+    Retries are off: `kvstore.wrappers.RetryingBackend` does them, once, inside the deadline. Two layers would multiply.
+    """
+    config = {
+        "s3": {"payload_signing_enabled": False, "addressing_style": settings.addressing},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "retries": {"mode": "standard", "total_max_attempts": 1},
+        "connect_timeout": settings.connect_timeout,
+        "read_timeout": settings.read_timeout,
+        "max_pool_connections": settings.lanes + settings.meta_lanes,
+        "user_agent_extra": "kvstore",
+    }
+    arguments: dict[str, Any] = {"region_name": region_of(settings, session), "config": config}
+    if settings.endpoint_url is not None:
+        arguments["endpoint_url"] = settings.endpoint_url
+    if settings.ca_bundle is not None:
+        arguments["verify"] = settings.ca_bundle
+    return arguments
+
+
+def make_client(settings: Settings, session: Any) -> Any:
+    """A boto3 client. Raises `ConfigError` for what botocore refuses."""
+    arguments = client_arguments(settings, session)
+    arguments["config"] = Config(**arguments["config"])
+    try:
+        client = boto3.Session(botocore_session=session).client("s3", **arguments)
+    except ValueError as error:
+        raise ConfigError(f"s3://{settings.bucket}: {error}") from error
+    client.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings))
+    return client
+
+
+def on_request_created(request: Any, **_: Any) -> None:
+    """Strip `Expect: 100-continue`: stock clients wait a second, or for ever, for servers that do not know it."""
+    if "Expect" in request.headers:
+        del request.headers["Expect"]
+
+
+def on_delete_objects(settings: Settings) -> Any:
+    """Adds Content-MD5, which servers of before 2025 insist on. S3 itself takes the CRC32 that botocore sends; S3
+    Express refuses an MD5."""
+
+    def handler(params: dict[str, Any], **_: Any) -> None:
+        body = params.get("body")
+        if settings.endpoint_url is not None and not settings.express and isinstance(body, bytes):
+            digest = hashlib.md5(body, usedforsecurity=False).digest()
+            params["headers"].setdefault("Content-MD5", base64.b64encode(digest).decode("ascii"))
+
+    return handler

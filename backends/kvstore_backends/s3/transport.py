@@ -1,0 +1,333 @@
+"""Pooled keep-alive connections to one endpoint, names resolved within the deadline, and hedged requests."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvstore.wrappers.hedging import Budget, LatencyTable
+
+from .http import Connection, Head, LinkError, Timing
+
+__all__ = ["Hedging", "Origin", "Pool", "Request", "Resolver", "Transport"]
+
+_IDLE_S = 20.0  # an idle connection older than this is likely closed by the other side
+_FRESH_NAMES_S = 30.0  # how long an address list is used before it is looked up again
+_MIN_DELAY_S = 0.001
+_SAMPLES = 32
+
+
+class Origin(NamedTuple):
+    """Where a request goes."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+class Request(NamedTuple):
+    """A request that is ready to be sent: its head as bytes, its body as views."""
+
+    origin: Origin
+    method: str
+    head: bytes
+    body: Sequence[memoryview] = ()
+
+
+class Resolver:
+    """getaddrinfo(3) with a deadline: it runs in a thread of its own, one per name, and its answer is kept for 30 s.
+    An older answer is used while a new one is being looked up."""
+
+    def __init__(self, lookup: Callable[..., Sequence[tuple[object, ...]]] = socket.getaddrinfo) -> None:
+        self._lookup = lookup
+        self._wake = threading.Condition()
+        self._known: dict[tuple[str, int], tuple[float, list[tuple[int, tuple[object, ...]]]]] = {}
+        self._failed: dict[tuple[str, int], OSError] = {}
+        self._busy: set[tuple[str, int]] = set()
+
+    def addresses(self, host: str, port: int, until: float) -> list[tuple[int, tuple[object, ...]]]:
+        """(family, address) pairs in random order. Raises `LinkError` "dns" or "deadline"."""
+        name = (host, port)
+        with self._wake:
+            known = self._known.get(name)
+            if known is None or time.monotonic() - known[0] > _FRESH_NAMES_S:
+                if name not in self._busy:
+                    self._busy.add(name)
+                    self._failed.pop(name, None)
+                    thread = threading.Thread(target=self._resolve, args=name, name=f"kvstore-s3-dns-{host}", daemon=True)
+                    thread.start()
+                while known is None and name in self._busy:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise LinkError("deadline", f"the deadline passed while the name {host} was being looked up")
+                    self._wake.wait(min(left, threading.TIMEOUT_MAX))
+                    known = self._known.get(name)
+            if known is None:
+                error = self._failed.get(name)
+                raise LinkError("dns", f"the name {host} cannot be resolved: {error}") from error
+        found = list(known[1])
+        random.shuffle(found)
+        return found
+
+    def _resolve(self, host: str, port: int) -> None:
+        found: list[tuple[int, tuple[object, ...]]] = []
+        failure: OSError | None = None
+        try:
+            for family, _, _, _, address in self._lookup(host, port, 0, socket.SOCK_STREAM):
+                found.append((family, address))  # type: ignore[arg-type]
+        except OSError as error:
+            failure = error
+        with self._wake:
+            self._busy.discard((host, port))
+            if found:
+                self._known[host, port] = (time.monotonic(), found)
+            else:
+                self._failed[host, port] = failure or OSError("no addresses")
+            self._wake.notify_all()
+
+
+class Pool:
+    """Idle connections by origin, the last used first. `connect` opens new ones."""
+
+    def __init__(
+        self, resolver: Resolver, *, connect_timeout: float, tls: Callable[[], ssl.SSLContext], most_idle: int
+    ) -> None:
+        self._resolver = resolver
+        self._connect_timeout = connect_timeout
+        self._tls = tls
+        self._most_idle = most_idle
+        self._lock = threading.Lock()
+        self._idle: dict[Origin, deque[Connection]] = {}
+        self._closed = False
+        self.opened = 0  # connections so far
+
+    def take(self, origin: Origin, timing: Timing) -> Connection:
+        """An idle connection that still looks alive, or a new one."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(origin)
+                connection = idle.pop() if idle else None
+            if connection is None:
+                return self.connect(origin, timing)
+            if time.monotonic() - connection.idle_since < _IDLE_S and not connection.readable():
+                return connection
+            connection.close()  # ended by the other side, or it says what nobody asked for
+
+    def connect(self, origin: Origin, timing: Timing) -> Connection:
+        """A new connection, TLS included. Raises `LinkError` "dns", "connect" or "deadline"."""
+        addresses = self._resolver.addresses(origin.host, origin.port, timing.until)
+        start = time.monotonic()
+        failure: OSError | None = None
+        for number, (family, address) in enumerate(addresses):
+            left = min(timing.until, start + self._connect_timeout) - time.monotonic()
+            if left <= 0:
+                break
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(left / (len(addresses) - number) if number + 1 < len(addresses) else left)
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if origin.scheme == "https":
+                    sock.settimeout(max(0.001, min(timing.until - time.monotonic(), self._connect_timeout)))
+                    sock = self._tls().wrap_socket(sock, server_hostname=origin.host)
+            except OSError as error:  # includes ssl.SSLError
+                failure = error
+                sock.close()
+                continue
+            except BaseException:
+                sock.close()
+                raise
+            with self._lock:
+                self.opened += 1
+            return Connection(sock)
+        where = f"{origin.host}:{origin.port}"
+        if time.monotonic() >= timing.until:
+            raise LinkError("deadline", f"the deadline passed while connecting to {where}") from failure
+        if isinstance(failure, ssl.SSLCertVerificationError):
+            text = f"the certificate of {where} cannot be trusted: {failure.verify_message}; see option ca_bundle"
+            raise LinkError("tls", text) from failure
+        if failure is None or isinstance(failure, TimeoutError):
+            raise LinkError("connect", f"no connection to {where} within {self._connect_timeout:.3g} s") from failure
+        raise LinkError("connect", f"no connection to {where}: {failure.strerror or type(failure).__name__}") from failure
+
+    def give(self, origin: Origin, connection: Connection) -> None:
+        """Keep a connection whose answer was read to its end."""
+        connection.idle_since = time.monotonic()
+        with self._lock:
+            idle = self._idle.setdefault(origin, deque())
+            if not self._closed and len(idle) < self._most_idle:
+                idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: the connections are the parent's; drop our descriptors of them, say nothing."""
+        self._lock = threading.Lock()
+        self.close()
+
+
+class Hedging:
+    """When a second request is sent on a fresh connection: after the quantile of recent times to the first byte, and
+    for at most a share of all requests. Not while the service throttles.
+
+    S3's own advice ("Performance design patterns for Amazon S3": retry the slowest requests on a new connection), and
+    J. Dean and L. A. Barroso, "The Tail at Scale", CACM 56(2), 2013.
+    """
+
+    def __init__(self, *, quantile: float = 0.95, share: float = 0.05, samples: int = _SAMPLES) -> None:
+        self._lock = threading.Lock()
+        self._table = LatencyTable(quantile, samples)
+        self._budget = Budget(share)
+        self._quiet_until = 0.0
+        self.sent = self.won = 0
+
+    def begin(self, kind: str) -> float | None:
+        """A request begins: seconds after which to hedge it; None: not."""
+        with self._lock:
+            self._budget.earn(1)
+            usual = self._table.quantile(kind, 1)
+            if usual is None or not self._budget.covers(1) or time.monotonic() < self._quiet_until:
+                return None
+        return max(usual, _MIN_DELAY_S)
+
+    def pay(self) -> bool:
+        with self._lock:
+            paid = self._budget.pay(1)
+            self.sent += paid
+            return paid
+
+    def refund(self) -> None:
+        with self._lock:
+            self._budget.refund(1)
+            self.sent -= 1
+
+    def note(self, kind: str, seconds: float, *, throttled: bool, won: bool) -> None:
+        """A request was answered: seconds from its start to the first byte."""
+        with self._lock:
+            self.won += won
+            if throttled:
+                self._quiet_until = time.monotonic() + 1.0
+            else:
+                self._table.note(kind, 1, seconds)
+
+
+class Transport:
+    """Sends requests and reads the heads of the answers. The caller reads the body and then calls `done`."""
+
+    def __init__(self, pool: Pool, hedging: Hedging | None = None) -> None:
+        self.pool = pool
+        self.hedging = hedging
+        self._lock = threading.Lock()
+        self.requests = 0
+
+    def exchange(self, request: Request, timing: Timing, *, hedge: str = "") -> tuple[Connection, Head]:
+        """Send `request` and read the head of its answer.
+
+        A connection that had been idle may have been closed meanwhile: then a new one is tried, once.
+
+        Args:
+            hedge: kind of request for hedging; "" never hedges.
+
+        Raises:
+            LinkError: nothing is left open then.
+        """
+        connection = self.pool.take(request.origin, timing)
+        while True:
+            was_idle = connection.used > 0
+            try:
+                return self._on(connection, request, timing, hedge)
+            except LinkError as error:
+                if not was_idle or error.kind not in ("closed", "connect"):
+                    raise
+            connection = self.pool.connect(request.origin, timing)
+
+    def _on(self, connection: Connection, request: Request, timing: Timing, hedge: str) -> tuple[Connection, Head]:
+        hedging = self.hedging if hedge else None
+        delay = None if hedging is None else hedging.begin(hedge)
+        start = time.monotonic()
+        first = connection
+        try:
+            with self._lock:
+                self.requests += 1
+            whole = connection.send(request.head, request.body, timing)
+            if delay is not None and not connection.readable(min(delay, timing.left())):
+                connection = self._race(connection, request, timing)
+            head = connection.read_head(timing)
+        except BaseException:
+            connection.close()
+            raise
+        if hedging is not None:
+            throttled = head.status in (429, 503)
+            hedging.note(hedge, time.monotonic() - start, throttled=throttled, won=connection is not first)
+        return connection, head if whole else head._replace(keep=False)
+
+    def _race(self, first: Connection, request: Request, timing: Timing) -> Connection:
+        """Send it once more on a fresh connection; the one that begins to answer first. The other is closed."""
+        hedging = self.hedging
+        if hedging is None or not hedging.pay():
+            return first
+        try:
+            second = self.pool.connect(request.origin, timing)
+        except LinkError:
+            hedging.refund()
+            return first
+        if first.readable():
+            hedging.refund()
+            self.pool.give(request.origin, second)
+            return first
+        with self._lock:
+            self.requests += 1
+        try:
+            second.send(request.head, request.body, timing)
+            return _first_to_answer(first, second, timing)
+        except BaseException:
+            second.close()
+            raise
+
+    def done(self, request: Request, connection: Connection, head: Head, *, ended: bool) -> None:
+        """The body was read (`ended`) or is not wanted."""
+        if ended and head.keep:
+            self.pool.give(request.origin, connection)
+        else:
+            connection.close()
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self.pool.after_fork()
+
+
+def _first_to_answer(first: Connection, second: Connection, timing: Timing) -> Connection:
+    racing = {first.fileno(): first, second.fileno(): second}
+    poll = select.poll()
+    for number in racing:
+        poll.register(number, select.POLLIN)
+    while len(racing) > 1:
+        for number, _ in poll.poll(timing.left() * 1000):
+            connection = racing[number]
+            try:
+                if connection.pull():
+                    (second if connection is first else first).close()
+                    return connection
+            except LinkError:
+                connection.close()
+                del racing[number]
+                break
+        else:
+            timing.left()
+    return next(iter(racing.values()))

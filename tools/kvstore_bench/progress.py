@@ -1,0 +1,33 @@
+"""A bar on the terminal while it measures."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+__all__ = ["Progress", "progress_bar"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured now, how many rows are done, and how many there are."""
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """A bar on standard error if that is a terminal, else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Drawn between rows only: a thread that redraws would disturb what is measured.
+    with Bar(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=what or None, refresh=True)
+
+        yield show
