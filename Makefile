@@ -28,6 +28,7 @@ test: model ## the whole suite, without what is marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: model ## what takes longer
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,demo,slow]'
 	$(BIN)/python -m pytest -m slow
 
 lint: $(STAMP) ## ruff and mypy

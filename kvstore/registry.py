@@ -80,6 +80,13 @@ SCHEMES: dict[str, Scheme] = {
         "memory://",
         "Memory of this process: for tests, demos, and as the fastest place records can lie.",
     ),
+    "s3": Scheme(
+        "kvstore_backends.s3:S3Backend",
+        "s3://bucket/prefix?region=us-west-2",
+        "S3, S3 Express One Zone (recognised by the bucket's name), and what speaks their protocol, by endpoint_url.",
+        extra="s3",
+        modules=("boto3", "botocore"),
+    ),
 }
 """The schemes of this distribution."""
 

@@ -90,7 +90,11 @@ class MemoryBackend(Backend):
         ),
     )  # fmt: skip
     capabilities = (
-        Capability.RANGED_READ | Capability.NATIVE_BATCH | Capability.LEASE | Capability.LIST | Capability.CAPACITY
+        Capability.RANGED_READ
+        | Capability.NATIVE_BATCH
+        | Capability.LEASE
+        | Capability.LIST
+        | Capability.CAPACITY
         | Capability.LANDING
     )
 

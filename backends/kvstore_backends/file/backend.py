@@ -143,7 +143,7 @@ class FileBackend(Backend):
             self._finalizer()
             raise
         self.capabilities = (
-            Capability.RANGED_READ | Capability.LIST | Capability.SHARED | Capability.DURABLE
+            Capability.RANGED_READ | Capability.LIST | Capability.SHARED | Capability.DURABLE | Capability.LANDING
             | (Capability.CAPACITY if nbytes is not None else Capability.NONE)
         )  # fmt: skip
         self.limits = Limits(

@@ -116,12 +116,12 @@ class Reader:
             the outcomes, and of each record found (key, bytes, modification time in ns).
         """
         groups: dict[Key, list[Range]] = {}
-        for item, (key, dst, offset, _) in enumerate(reads):
+        for item, (key, dst, offset, landed) in enumerate(reads):
             group = groups.get(key)
             if group is None:
-                groups[key] = [Range(item, dst, offset)]
+                groups[key] = [Range(item, dst, offset, landed)]
             else:
-                group.append(Range(item, dst, offset))
+                group.append(Range(item, dst, offset, landed))
         outcomes: list[Outcome] = [MISS] * len(reads)
         hits: list[tuple[Key, int, int]] = []
         for key, ranges in groups.items():

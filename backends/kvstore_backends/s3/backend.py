@@ -11,6 +11,7 @@ help (expired credentials, once) and the rest of a broken body. The wrappers aro
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,8 @@ from .writes import MAX_OBJECT_BYTES, Writer
 
 __all__ = ["S3Backend", "open_client"]
 
+logger = logging.getLogger("kvstore.backends.s3")
+
 _PREFERRED_IO_BYTES = 8 << 20
 
 _instances: weakref.WeakSet[S3Backend] = weakref.WeakSet()
@@ -46,6 +49,9 @@ def open_client(settings: Settings) -> Client:
 
         if not uses_proxy(settings):
             return NativeClient(settings)
+        logger.info(
+            "%s: the environment names a proxy for it; client=boto3 is used, which knows proxies", settings.name
+        )
     if settings.client == "aioboto3":
         from .aio import AioClient
 

@@ -86,9 +86,7 @@ class Calls:
         self.meta_pace.note(throttled=False)
         return found
 
-    def get(
-        self, name: str, start: int, views: Sequence[memoryview], etag: str | None, deadline: float
-    ) -> Got | None:
+    def get(self, name: str, start: int, views: Sequence[memoryview], etag: str | None, deadline: float) -> Got | None:
         got = self._once_more(lambda: self.client.get(name, start, views, etag=etag, deadline=deadline), deadline)
         self.pace.note(throttled=False)
         return got
@@ -102,6 +100,12 @@ class Calls:
 
     def invoke(self, operation: str, params: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         return self._once_more(lambda: self.client.invoke(operation, params, deadline=deadline), deadline)
+
+    def after_fork(self) -> None:
+        """In a forked child, where nothing works but `close`."""
+        self._lock = threading.Lock()
+        self.misses.after_fork()
+        self.client.after_fork()
 
     def close(self) -> None:
         self.client.close()

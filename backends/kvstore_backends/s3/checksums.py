@@ -38,7 +38,9 @@ class Checksum:
             try:
                 from awscrt import checksums
             except ImportError as error:
-                raise ConfigError(f"checksum={name} needs awscrt, which is not installed: pip install awscrt") from error
+                raise ConfigError(
+                    f"checksum={name} needs awscrt, which is not installed: pip install awscrt"
+                ) from error
             self._update = checksums.crc32c if name == "crc32c" else checksums.crc64nvme
 
     def of(self, views: Sequence[memoryview]) -> dict[str, str]:

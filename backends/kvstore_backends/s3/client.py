@@ -8,12 +8,16 @@ knows one bucket, object names and byte ranges, nothing of records. It raises wh
 from __future__ import annotations
 
 import io
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 __all__ = ["BodyBroken", "Client", "Found", "Got", "Source", "age_of", "content_total", "gather"]
+
+_SELDOM_RENEWED_S = 5.0  # credentials that are expired at their source are not asked for again and again
 
 
 class Found(NamedTuple):
@@ -94,6 +98,14 @@ class Client(ABC):
         """Any operation without a large body, by botocore's names ("ListObjectsV2"). The bucket is filled in."""
 
     @abstractmethod
+    def reopen(self) -> None:
+        """Begin anew with a new session of the library, which asks the credential chain again."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._renew_lock = threading.Lock()
+        self._renewed_at = -_SELDOM_RENEWED_S
+
     def renew(self, failed: int, *, deadline: float) -> bool:
         """Forget credentials that the service called expired. One of many lanes does it, the others wait for it.
 
@@ -101,11 +113,25 @@ class Client(ABC):
             failed: the `generation` that the failed call began with.
 
         Returns:
-            True if there are new ones, and another try makes sense.
+            True if there may be new ones, and another try makes sense.
         """
+        if not self._renew_lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
+            return False
+        try:
+            if self.generation != failed:
+                return True
+            if time.monotonic() - self._renewed_at < _SELDOM_RENEWED_S:
+                return False
+            self._renewed_at = time.monotonic()
+            self.reopen()
+            self.generation += 1
+            return True
+        finally:
+            self._renew_lock.release()
 
-    generation: int = 0
-    """Counts renewals."""
+    def after_fork(self) -> None:
+        """In a forked child: drop what is the parent's, without a word to the service."""
+        self._renew_lock = threading.Lock()
 
     @abstractmethod
     def close(self) -> None:

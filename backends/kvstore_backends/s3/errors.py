@@ -18,6 +18,7 @@ the message of the service for a code that is not about signatures.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from botocore.exceptions import (
@@ -101,7 +102,7 @@ class Faults:
 
     Args:
         backend: its name.
-        bucket, prefix: for messages.
+        bucket: for messages.
     """
 
     def __init__(self, backend: str, bucket: str) -> None:
@@ -132,6 +133,13 @@ class Faults:
             return kind(text, **where)
         return self._unanswered(error, where)
 
+    def refused(self, said: Mapping[str, Any], operation: str, key: bytes) -> KVStoreError:
+        """The error for one entry of `Errors` in an answer of DeleteObjects, which itself was a success."""
+        code = str(said.get("Code", ""))
+        status = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}.get(code, 200)
+        kind, text = self._said(Fault(status, code, str(said.get("Message", ""))))
+        return kind(text, backend=self._backend, operation=operation, key=key)
+
     def _said(self, fault: Fault) -> tuple[type[KVStoreError], str]:
         status, code = fault.status, fault.code
         shown = code if code and not code.isdigit() else "no error code"
@@ -143,7 +151,9 @@ class Faults:
         if code in EXPIRED:
             return PermanentError, f"{answer}: the credentials have expired and their source has no newer ones"
         if code in _ELSEWHERE or status in (301, 307, 308):
-            hint = f"the bucket is in {fault.region}; set region={fault.region}" if fault.region else "set option region"
+            hint = (
+                f"the bucket is in {fault.region}; set region={fault.region}" if fault.region else "set option region"
+            )
             return PermanentError, f"{answer}: bucket {self._bucket} is not in the region that was asked; {hint}"
         if code == "NoSuchBucket":
             return PermanentError, f"{answer}: there is no bucket {self._bucket} (at this endpoint, in this region)"
@@ -159,7 +169,11 @@ class Faults:
             return "the access key does not exist: check the credentials and the endpoint"
         if code == "SignatureDoesNotMatch":
             return "the secret key does not fit the access key, or a proxy changes requests"
-        allow = "s3express:CreateSession" if self._bucket.endswith("--x-s3") else "s3:GetObject, s3:PutObject, s3:DeleteObject"
+        allow = (
+            "s3express:CreateSession"
+            if self._bucket.endswith("--x-s3")
+            else "s3:GetObject, s3:PutObject, s3:DeleteObject"
+        )
         return (
             f"check that the policy allows {allow} and s3:ListBucket on {self._bucket} (without s3:ListBucket a missing "
             "object is a 403), and bucket policy, VPC endpoint policy, KMS key and clock"

@@ -90,5 +90,7 @@ def lifecycle_configuration(prefix: str, ttl: float | None, *, quarantine_days: 
     ]  # fmt: skip
     if ttl is not None:
         days = max(1, math.ceil(ttl / _DAY_S))
-        rules.append({"ID": "kvstore-ttl", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": days}})
+        rules.append(
+            {"ID": "kvstore-ttl", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": days}}
+        )
     return {"Rules": rules}

@@ -64,7 +64,9 @@ class Meta:
             return [self._calls.faults.late("stat", key) for key in keys]
         epoch = misses.epoch
         wanted = list(dict.fromkeys(key for key in keys if key not in misses))
-        found = dict(zip(wanted, self._all(wanted, "stat", deadline, lambda key: self._stat(key, deadline)), strict=True))
+        found = dict(
+            zip(wanted, self._all(wanted, "stat", deadline, lambda key: self._stat(key, deadline)), strict=True)
+        )
         misses.add([key for key, outcome in found.items() if outcome.status is Status.MISS], epoch)
         return [found.get(key, MISS) for key in keys]
 
@@ -157,9 +159,7 @@ class Meta:
                 yield page
 
 
-def list_pages(
-    calls: Calls, prefix: str, check: Callable[[], None], deadline: float
-) -> Iterator[dict[str, Any]]:
+def list_pages(calls: Calls, prefix: str, check: Callable[[], None], deadline: float) -> Iterator[dict[str, Any]]:
     """The answers of ListObjectsV2, one after the other.
 
     Raises:

@@ -23,9 +23,7 @@ class MissMemory:
         most: keys; the oldest go first.
     """
 
-    def __init__(
-        self, seconds: float, *, most: int = 1 << 16, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, seconds: float, *, most: int = 1 << 16, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._most = most
         self._clock = clock

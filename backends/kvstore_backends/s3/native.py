@@ -19,9 +19,10 @@ import http
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from botocore import xform_name
 from botocore.awsrequest import AWSRequest, AWSResponse
@@ -36,13 +37,12 @@ from .options import Settings
 from .session import make_client, make_session
 from .transport import Hedging, Origin, Pool, Request, Resolver, Transport
 
-__all__ = ["NativeClient"]
+__all__ = ["NativeClient", "uses_proxy"]
 
 _MOST_ANSWER = 64 << 20  # bytes of an answer that is kept in memory (a page of a listing is below 1 MiB)
 _SCRATCH = 256 << 10  # for bytes that nobody wants
 _DRAIN = 1 << 20  # rather than read more than this, a connection is closed
 _PLAIN = frozenset({200, 206, 404, 412, 416})  # ordinary answers to HEAD and GET
-_SELDOM_RENEWED_S = 5.0
 _DROPPED = frozenset({"authorization", "x-amz-date", "date", "x-amz-content-sha256", "x-amz-security-token",
                       "x-amz-s3session-token", "amz-sdk-invocation-id", "amz-sdk-request", "range", "if-match"})  # fmt: skip
 
@@ -108,10 +108,10 @@ class NativeClient(Client):
     name = "native"
 
     def __init__(self, settings: Settings, *, resolver: Resolver | None = None) -> None:
+        super().__init__()
         self._settings = settings
         self._bucket = settings.bucket
         self._call = _Call()
-        self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
         pool = Pool(
             resolver or Resolver(), connect_timeout=settings.connect_timeout, tls=self._tls_context,
@@ -120,11 +120,10 @@ class NativeClient(Client):
         self.transport = Transport(pool, Hedging() if settings.hedge_reads else None)
         self._scratch = threading.local()
         self._parser = ResponseParserFactory().create_parser("rest-xml")
-        self._renewed_at = -_SELDOM_RENEWED_S
         self.redirected = False
-        self._open()
+        self.reopen()
 
-    def _open(self) -> None:
+    def reopen(self) -> None:
         session = make_session(self._settings)
         self._boto = make_client(self._settings, session)
         self._ca = session.get_config_variable("ca_bundle")
@@ -329,26 +328,12 @@ class NativeClient(Client):
 
     # Life.
 
-    def renew(self, failed: int, *, deadline: float) -> bool:
-        if not self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
-            return False
-        try:
-            if self.generation != failed:
-                return True
-            if time.monotonic() - self._renewed_at < _SELDOM_RENEWED_S:
-                return False
-            self._renewed_at = time.monotonic()
-            self._open()
-            self.generation += 1
-            return True
-        finally:
-            self._lock.release()
-
     def close(self) -> None:
         self.transport.pool.close()
         self._boto.close()
 
     def after_fork(self) -> None:
+        super().after_fork()
         self.transport.after_fork()
 
 
@@ -395,4 +380,8 @@ def _begins_at(content_range: str, start: int) -> bool:
     return first == str(start) or content_total(content_range) is None
 
 
-Opener = Callable[[Settings], Client]
+def uses_proxy(settings: Settings) -> bool:
+    """Whether the environment sends requests to the endpoint through a proxy, which botocore's own HTTP layer knows
+    how to do and ours does not."""
+    parts = urlsplit(settings.endpoint_url or f"https://{settings.bucket}.s3.amazonaws.com")
+    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")

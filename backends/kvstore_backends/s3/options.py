@@ -112,7 +112,9 @@ class Settings:
             option.parse(getattr(self, option.name))
         where = f"s3://{self.bucket}"
         if not _BUCKET.fullmatch(self.bucket):
-            raise ConfigError(f"{where}: {self.bucket!r} is not the name of a bucket (3 to 63 letters, digits, . and -)")
+            raise ConfigError(
+                f"{where}: {self.bucket!r} is not the name of a bucket (3 to 63 letters, digits, . and -)"
+            )
         if _BAD_IN_PREFIX.search(self.prefix) or self.prefix.startswith("/") or len(self.prefix.encode()) > 800:
             raise ConfigError(f"{where}: a prefix has no empty, '.' or '..' parts and at most 800 bytes")
         if self.prefix and not self.prefix.endswith("/"):

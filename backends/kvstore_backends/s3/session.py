@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import base64
+import hashlib
 from typing import Any
 
 import boto3
@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError
 
 from .options import Settings
 
-__all__ = ["client_arguments", "make_client", "make_session", "on_request_created"]
+__all__ = ["client_arguments", "make_client", "make_session", "on_delete_objects", "strip_expect"]
 
 
 def make_session(settings: Settings) -> Any:
@@ -76,7 +76,7 @@ def make_client(settings: Settings, session: Any) -> Any:
     return client
 
 
-def on_request_created(request: Any, **_: Any) -> None:
+def strip_expect(request: Any, **_: Any) -> None:
     """Strip `Expect: 100-continue`: stock clients wait a second, or for ever, for servers that do not know it."""
     if "Expect" in request.headers:
         del request.headers["Expect"]

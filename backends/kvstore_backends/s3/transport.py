@@ -61,7 +61,9 @@ class Resolver:
                 if name not in self._busy:
                     self._busy.add(name)
                     self._failed.pop(name, None)
-                    thread = threading.Thread(target=self._resolve, args=name, name=f"kvstore-s3-dns-{host}", daemon=True)
+                    thread = threading.Thread(
+                        target=self._resolve, args=name, name=f"kvstore-s3-dns-{host}", daemon=True
+                    )
                     thread.start()
                 while known is None and name in self._busy:
                     left = until - time.monotonic()
@@ -156,7 +158,9 @@ class Pool:
             raise LinkError("tls", text) from failure
         if failure is None or isinstance(failure, TimeoutError):
             raise LinkError("connect", f"no connection to {where} within {self._connect_timeout:.3g} s") from failure
-        raise LinkError("connect", f"no connection to {where}: {failure.strerror or type(failure).__name__}") from failure
+        raise LinkError(
+            "connect", f"no connection to {where}: {failure.strerror or type(failure).__name__}"
+        ) from failure
 
     def give(self, origin: Origin, connection: Connection) -> None:
         """Keep a connection whose answer was read to its end."""

@@ -193,7 +193,9 @@ class Writer:
                 self._calls.invoke("AbortMultipartUpload", upload, time.monotonic() + _ABORT_S)
             except Exception as error:  # noqa: BLE001 - nobody waits for it
                 self._calls.count("parts_left")
-                logger.info("%s: an unfinished upload was left to the sweep: %s", self._calls.name, type(error).__name__)
+                logger.info(
+                    "%s: an unfinished upload was left to the sweep: %s", self._calls.name, type(error).__name__
+                )
 
         self._calls.meta.spawn(abort)
 
