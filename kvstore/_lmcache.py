@@ -155,14 +155,14 @@ _MOUNT = f"mount it and use {_FILE}"
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster", "resp", "valkey"), _KEYVALUE),
     **dict.fromkeys(("lm", "infinistore", "mooncakestore", "eic", "bigtable", "sagemaker-hyperpod"), _REMOTE),
-    **dict.fromkeys(("s3", "azure", "hf3fs", "hfbucket"), f"it is not part of this release; {_MOUNT}"),
+    **dict.fromkeys(("azure", "hf3fs", "hfbucket"), f"it is not part of this release; {_MOUNT}"),
     "audit": "every record is verified anyway; give the audited URL itself (extra_config audit_actual_remote_url)",
     **dict.fromkeys(("external", "plugin"), _PLUGIN),
     "mock": "use memory://; kvstore.testing.LatencyBackend adds latency to it",
     "blackhole": "use kvstore.testing.FaultyBackend, which can drop everything, in tests",
 }
 
-SCHEMES = ("fs", *_REFUSED)
+SCHEMES = ("fs", "s3", *_REFUSED)
 """LMCache's URL schemes (in-process mode)."""
 
 
@@ -198,7 +198,13 @@ def manual() -> str:
     for scheme, why in _REFUSED.items():
         schemes.setdefault(f"refused: {why}", []).append(f"`{scheme}://`")
     lines += [f"| {', '.join(names)} | {what} |" for what, names in options.items()]
-    lines += ["", "| LMCache URL | here |", "|---|---|", "| `fs://host:port/a,/b` | `file:///a`, `file:///b` |"]
+    lines += [
+        "",
+        "| LMCache URL | here |",
+        "|---|---|",
+        "| `fs://host:port/a,/b` | `file:///a`, `file:///b` |",
+        "| `s3://bucket.s3.REGION.amazonaws.com` | `s3://bucket?region=REGION`; records of LMCache's are not read |",
+    ]
     lines += [f"| {', '.join(names)} | {what} |" for what, names in schemes.items()]
     return "\n".join(lines)
 

@@ -6,18 +6,23 @@ eventfd. There is no second, asynchronous twin of anything: `await store.submit_
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .errors import ClosedError
 
+if TYPE_CHECKING:
+    import asyncio
+
 __all__ = ["CancelledError", "Completion", "CompletionQueue"]
+
+logger = logging.getLogger("kvstore.completion")
 
 T = TypeVar("T")
 
@@ -62,8 +67,9 @@ class Completion(Generic[T]):
         return self._future.result(_seconds(timeout))
 
     def add_done_callback(self, fn: Callable[[Completion[T]], None]) -> None:
-        """Call `fn(self)` once done, in the resolving thread, or now if already done. `fn` must not block."""
-        self._future.add_done_callback(lambda _: fn(self))
+        """Call `fn(self)` once done, in the resolving thread, or now if already done. `fn` must not block. What it
+        raises is logged and goes no further."""
+        self._future.add_done_callback(_Callback(fn, self))
 
     def cancel(self) -> bool:
         """Give up on the result. True if this call cancelled it, False if it was done before.
@@ -110,6 +116,8 @@ class Completion(Generic[T]):
         return late is None or late.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def __await__(self) -> Generator[Any, None, T]:
+        import asyncio  # 30 ms that a synchronous program need not spend; here it is loaded already
+
         if not self._future.done():
             loop = asyncio.get_running_loop()
             waiter: asyncio.Future[None] = loop.create_future()
@@ -176,6 +184,31 @@ class Completion(Generic[T]):
         done: Completion[T] = cls()
         done.set_result(value)
         return done
+
+
+class _Callback(Generic[T]):
+    """A callback of the user's. The thread that resolves a completion has others to resolve, so nothing it raises
+    reaches that thread; and once called it holds nothing, so that a completion is not kept in a cycle with itself."""
+
+    __slots__ = ("_completion", "_fn")
+
+    def __init__(self, fn: Callable[[Completion[T]], None], completion: Completion[T]) -> None:
+        self._fn: Callable[[Completion[T]], None] | None = fn
+        self._completion: Completion[T] | None = completion
+
+    def __call__(self, _: object) -> None:
+        fn, completion = self._fn, self._completion
+        self._fn = self._completion = None
+        if fn is None or completion is None:
+            return
+        try:
+            fn(completion)
+        except KeyboardInterrupt:  # of the main thread, and meant for it
+            if threading.current_thread() is threading.main_thread():
+                raise
+            logger.exception("a callback failed")
+        except BaseException:
+            logger.exception("a callback failed")
 
 
 def _seconds(timeout: float | None) -> float | None:

@@ -12,44 +12,37 @@ miss. For those who have one prompt and want no machinery there are `put_many`, 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import logging
+import ctypes
 import math
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from .backend import MISS, Backend, Capability, KeyInfo, Outcome, Read, Status
-from .buffers import Buffer, BufferPool
-from .codec import codec_by_name
+from . import asks
+from .backend import Backend, KeyInfo, Outcome, Status
+from .buffers import Buffer
 from .completion import Completion
 from .config import Config, load_config
-from .errors import ClosedError, ConfigError, CorruptRecord, KVStoreError
+from .errors import ConfigError, TransientError
+from .flights import Flight
 from .keys import Key, KeyContext, opaque_key
 from .layout import KVLayout
-from .metrics import Metrics
-from .placement import Placement
-from .plan import group
-from .reads import Reader
-from .record import KIND_OPAQUE, RAW, Header, checksum, opaque_spec, parse_header
-from .registry import open_backend, split_options
-from .scheduler import Batch, LaneGroup, Priority, Timer, deadline_passed
-from .targets import Counters, Item, Target, Want, attempt, flat_bytes
-from .writes import Writer
+from .machinery import Machinery, close_dropped
+from .record import KIND_OPAQUE, Header, opaque_spec
+from .scheduler import Priority, seconds_left
+from .targets import Item, Want, flat_bytes
+from .writes import Put
 
 __all__ = ["Item", "Priority", "Store", "Want", "open_store"]
-
-logger = logging.getLogger("kvstore.store")
 
 Name = str | bytes
 """How an opaque record is named: text or bytes (hashed with the namespace), or a `Key` as it is."""
 
-_HEAD_BYTES = 4096
 _MAX_EXPANSION = 1 << 36  # get_many without `into` allocates what a header claims, up to this many bytes
+_SETTLE_GRACE_S = 1.0  # how long blocking calls wait, after their deadline, for a hung backend to let go of memory
 
 
 class Store:
@@ -64,81 +57,13 @@ class Store:
     """
 
     def __init__(self, config: Config, *, backends: Sequence[Backend] | None = None) -> None:
+        self._machinery = machinery = Machinery(config, backends)
         self.config = config
-        self.metrics = Metrics()
-        codec = codec_by_name(config.remote_serde)
-        with contextlib.ExitStack() as undo:
-            self._targets, self._placement = self._open_targets(backends, undo)
-            undo.pop_all()
-        self.pool = BufferPool(config.buffer_pool_bytes)
-        for target in self._targets:
-            if target.capabilities & Capability.REGISTERED_MEMORY:
-                for slab in self.pool.slabs:
-                    target.backend.register(slab)
-        self._counters = Counters()
-        raw = config.remote_serde == "raw"
-        self._reader = Reader(self._targets, self._placement, self.pool, self._counters, raw=raw)
-        self._writer = Writer(
-            self._targets,
-            self._placement,
-            self._counters,
-            codec=None if raw else codec,
-            queue_bytes=config.write_queue_bytes,
-        )
-        self._timer = Timer()
-        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._pid = os.getpid()
-        ref = weakref.ref(self)
-        self._atexit = lambda: _close_at_exit(ref)
-        atexit.register(self._atexit)
-
-    def _open_targets(
-        self, backends: Sequence[Backend] | None, undo: contextlib.ExitStack
-    ) -> tuple[list[Target], Placement]:
-        names: list[str] = []
-        weights: list[float] = []
-        opened: list[Backend] = []
-        settings: list[Mapping[str, Any]] = []  # of the wrappers
-        if backends is not None:
-            opened = [*backends]
-            names, weights = [backend.name for backend in opened], [1.0] * len(opened)
-            settings = [{}] * len(opened)
-            for backend in opened:
-                undo.callback(backend.close)
-        else:
-            from .wrappers import wrap
-
-            for url in self.config.remote_url:
-                overrides = self.config.backend_overrides(url)
-                backend = open_backend(url, **overrides)
-                undo.callback(backend.close)
-                split = split_options(url, type(backend), overrides)
-                names.append(self.config.backend_name(url))
-                weights.append(split.placement["weight"])
-                settings.append(split.wrapper)
-                opened.append(wrap(backend, split.wrapper, metrics=self.metrics))
-        placement = Placement(names, weights, self.config.replicas)
-        if self.config.replicas == 1 and any(values.get("hedge") for values in settings):
-            raise ConfigError("option 'hedge' needs another replica to read from; set replicas to 2 or more")
-        if self.config.replicas > 1:
-            opened = self._hedged(opened, settings, placement)
-        targets = []
-        for index, (name, backend) in enumerate(zip(names, opened, strict=True)):
-            lanes = LaneGroup(name, backend.limits.lanes)
-            targets.append(Target(index, name, backend, lanes, backend.limits, backend.capabilities))
-        return targets, placement
-
-    def _hedged(self, backends: Sequence[Backend], settings: Sequence[Mapping[str, Any]], placement: Placement) -> Any:
-        """The backends, those with the option `hedge` with a second read to the next replica of each key."""
-        from .replicas import NextReplica
-        from .wrappers import hedge
-
-        return [
-            hedge(backend, NextReplica(index, backends, placement), values, metrics=self.metrics)
-            for index, (backend, values) in enumerate(zip(backends, settings, strict=True))
-        ]
+        self.pool = machinery.pool
+        self.metrics = machinery.metrics
+        self._finish = _first_error_raised if config.on_error == "raise" else _as_they_are
+        self._dropped = weakref.finalize(self, close_dropped, machinery, repr(self))
+        self._dropped.atexit = False  # the machinery sees to that itself
 
     # The batched interface.
 
@@ -150,11 +75,8 @@ class Store:
             deadline: absolute `time.monotonic()` seconds; None means now + `lookup_timeout`.
         """
 
-        def call(target: Target, some: Sequence[Key], until: float) -> Sequence[Any]:
-            return target.backend.stat(some, deadline=until)
-
-        batch = self._batch(len(keys), deadline, self.config.lookup_timeout, _prefix, "lookup")
-        self._fan_out(batch, keys, call, "lookup", first_hit=True)
+        batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, _prefix, "lookup")
+        self._machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
         return batch.completion
 
     def submit_get(
@@ -173,9 +95,9 @@ class Store:
             ConfigError: a destination is not writable, not contiguous, or not as long as the spec says.
             ClosedError: the store is closed.
         """
-        prepared = [_prepare(want) for want in wants]
-        batch = self._batch(len(wants), deadline, self.config.blocking_timeout, self._outcomes, "get")
-        self._reader.submit(batch, prepared, priority)
+        flights = [_prepare(want) for want in wants]
+        batch = self._machinery.batch(len(flights), deadline, self.config.blocking_timeout, self._finish, "get")
+        self._machinery.reader.submit(batch, flights, priority)
         return batch.completion
 
     def submit_put(
@@ -194,9 +116,14 @@ class Store:
             ConfigError: segments are not contiguous, or not as long as the spec says.
             ClosedError: the store is closed.
         """
-        prepared = [(item, _segments(item)) for item in items]
-        batch = self._batch(len(items), deadline, self.config.put_timeout, self._outcomes, "put")
-        self._writer.submit(batch, prepared, priority)
+        return self._put(items, priority, deadline, wait=False)
+
+    def _put(
+        self, items: Sequence[Item], priority: Priority, deadline: float | None, *, wait: bool
+    ) -> Completion[Sequence[Outcome]]:
+        puts = [Put(item, _segments(item)) for item in items]
+        batch = self._machinery.batch(len(puts), deadline, self.config.put_timeout, self._finish, "put")
+        self._machinery.writer.submit(batch, puts, priority, wait=wait)
         return batch.completion
 
     def submit_lease(
@@ -207,26 +134,23 @@ class Store:
         The view begins with the record's header: `kvstore.record.parse_header` tells where its segments are. Header
         and segments are verified. Encoded records are not leased. The caller releases each buffer.
         """
-        batch = self._batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
-        self._fan_out(batch, keys, self._lease, "lease", first_hit=True)
+        batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
+        self._machinery.asker.submit(batch, keys, asks.lease, "lease", first_hit=True)
         return batch.completion
 
     def submit_delete(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
         """Remove records from every replica: OK if any had it, MISS if none."""
-
-        def call(target: Target, some: Sequence[Key], until: float) -> Sequence[Any]:
-            return target.backend.delete(some, deadline=until)
-
-        batch = self._batch(len(keys), deadline, self.config.put_timeout, self._outcomes, "delete")
-        self._fan_out(batch, keys, call, "delete", first_hit=False)
+        batch = self._machinery.batch(len(keys), deadline, self.config.put_timeout, self._finish, "delete")
+        self._machinery.asker.submit(batch, keys, asks.delete, "delete", first_hit=False)
         return batch.completion
 
     def submit_heads(
         self, keys: Sequence[Key], *, deadline: float | None = None
     ) -> Completion[Sequence[Header | None]]:
         """The verified headers (shape, codec, meta) of records; None for those that are missing or damaged."""
-        batch = self._batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get")
-        self._fan_out(batch, keys, self._heads, "get", first_hit=True)
+        asker = self._machinery.asker
+        batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get")
+        asker.submit(batch, keys, asker.heads, "get", first_hit=True)
         return batch.completion
 
     def list(self, *, deadline: float | None = None) -> Iterator[Sequence[KeyInfo]]:
@@ -235,9 +159,9 @@ class Store:
         Raises:
             PermanentError: a backend cannot list.
         """
-        self._check_open()
+        self._machinery.check_open()
         until = math.inf if deadline is None else deadline
-        for target in self._targets:
+        for target in self._machinery.targets:
             yield from target.backend.list(deadline=until)
 
     # For one prompt and no machinery.
@@ -245,38 +169,40 @@ class Store:
     def put_many(
         self, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]], *, timeout: float | None = None
     ) -> Sequence[Outcome]:
-        """Store opaque records by name and wait. Values are bytes-like. More than the write queue holds goes in waves.
+        """Store opaque records by name and wait. More than the write queue holds goes in waves, and waits for room.
 
         Args:
             items: name → bytes-like, or pairs. A name is text or bytes (kept apart by namespace), or a `Key`.
             timeout: seconds for each wave; None means `put_timeout`.
+
+        Raises:
+            TransientError: a second after the deadline a backend that hangs still holds a value that might change
+                (one that is not `bytes`).
         """
         pairs = list(items.items()) if isinstance(items, Mapping) else list(items)
+        frozen = all(type(value) is bytes for _, value in pairs)
+        seconds = self.config.put_timeout if timeout is None else timeout
         prepared = []
         for name, value in pairs:
             flat = flat_bytes(value, writable=False)
             spec = opaque_spec(len(flat))
             prepared.append(Item(self._key(name), spec.split(flat), spec))
         outcomes: Any = []
-        wave: Any = []
-        size = 0
-        for item in prepared:
-            if wave and size + item.spec.nbytes > self.config.write_queue_bytes:
-                outcomes += self._put_wave(wave, timeout)
-                wave, size = [], 0
-            wave.append(item)
+        begin = size = 0
+        for index, item in enumerate(prepared):
+            if index > begin and size + item.spec.nbytes > self.config.write_queue_bytes:
+                outcomes += self._put_wave(prepared[begin:index], seconds, frozen)
+                begin, size = index, 0
             size += item.spec.nbytes
-        if wave:
-            outcomes += self._put_wave(wave, timeout)
+        if prepared:
+            outcomes += self._put_wave(prepared[begin:], seconds, frozen)
         stored: Sequence[Outcome] = outcomes
         return stored
 
-    def _put_wave(self, items: Sequence[Item], timeout: float | None) -> Sequence[Outcome]:
-        deadline = time.monotonic() + (self.config.put_timeout if timeout is None else timeout)
-        done = self.submit_put(items, priority=Priority.DEMAND, deadline=deadline)
-        outcomes: Sequence[Outcome] = done.result()
-        done.settled(None)  # the values are the caller's own memory
-        return outcomes
+    def _put_wave(self, items: Sequence[Item], seconds: float, frozen: bool) -> Sequence[Outcome]:
+        deadline = time.monotonic() + seconds
+        done = self._put(items, Priority.DEMAND, deadline, wait=True)
+        return _wait_for(done, deadline, "put", lent=not frozen)
 
     def get_many(
         self, names: Sequence[Any], into: Sequence[Any] | None = None, *, timeout: float | None = None
@@ -284,38 +210,36 @@ class Store:
         """Read opaque records by name and wait.
 
         Args:
-            into: one writable buffer for each name, exactly as long as the record. None allocates.
+            into: one writable buffer for each name, exactly as long as the record; they must not overlap. None
+                allocates.
             timeout: seconds; None means `blocking_timeout`.
 
         Returns:
             With `into`: for each name the number of bytes, or None for a miss. Else a bytearray, or None for a miss.
+
+        Raises:
+            ConfigError: buffers that are not writable, not contiguous, or overlap.
+            TransientError: a second after the deadline a backend that hangs may still write to `into`.
         """
         deadline = time.monotonic() + (self.config.blocking_timeout if timeout is None else timeout)
         keys = [self._key(name) for name in names]
         if into is None:
             heads = self.submit_heads(keys, deadline=deadline).result()
-            buffers = [
-                bytearray(head.raw_bytes)
-                if head is not None and head.kind == KIND_OPAQUE and head.raw_bytes <= _MAX_EXPANSION
-                else None
-                for head in heads
-            ]
+            buffers: list[Any] = [_room_for(head) for head in heads]
+        elif len(into) != len(names):
+            raise ConfigError(f"{len(names)} names, but {len(into)} buffers to read into")
         else:
-            if len(into) != len(names):
-                raise ConfigError(f"{len(names)} names, but {len(into)} buffers to read into")
             buffers = list(into)
         wanted = [index for index, buffer in enumerate(buffers) if buffer is not None]
-        wants = []
-        for index in wanted:
-            flat = flat_bytes(buffers[index], writable=True)
-            wants.append(Want(keys[index], flat, opaque_spec(len(flat))))
+        flats = [flat_bytes(buffers[index], writable=True) for index in wanted]
+        if into is not None:
+            _check_apart(flats)
+        wants = [Want(keys[index], flat, opaque_spec(len(flat))) for index, flat in zip(wanted, flats, strict=True)]
         done = self.submit_get(wants, deadline=deadline)
         results: Any = [None] * len(names)
-        for index, outcome in zip(wanted, done.result(), strict=True):
+        for index, outcome in zip(wanted, _wait_for(done, deadline, "get", lent=into is not None), strict=True):
             if outcome.status is Status.OK:
                 results[index] = buffers[index] if into is None else outcome.nbytes
-        if into is not None:
-            done.settled(None)  # the buffers are the caller's own memory
         found: Sequence[Any] = results
         return found
 
@@ -338,46 +262,21 @@ class Store:
 
     def stats(self) -> dict[str, Any]:
         """Counters, the pool, the lanes of each backend, and the metrics of the wrappers."""
-        return {
-            **self._counters.values,
-            "write_queue_bytes": self._writer.queued_bytes,
-            "pool": self.pool.stats()._asdict(),
-            "backends": {target.name: target.lanes.stats() for target in self._targets},
-            "metrics": self.metrics.snapshot(),
-        }
+        return self._machinery.stats()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Close the store. Always returns; may be called twice; later calls of other methods raise `ClosedError`.
 
+        In a callback of a completion, which may run in a thread of the store's own, it returns at once, and the store
+        closes behind it. A store that is dropped without `close` closes likewise, with a `ResourceWarning`.
+
         Args:
             drain: first finish the puts under way. Otherwise those not begun end with `ClosedError`.
             timeout: seconds for all of it; None means `close_timeout`. What a hung backend still holds then is left
-                to its daemon threads.
+                to its daemon threads. A backend whose own close hangs may take a second more.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        atexit.unregister(self._atexit)
-        if os.getpid() != self._pid:  # a forked child has none of the threads
-            return
-        end = time.monotonic() + (self.config.close_timeout if timeout is None else timeout)
-        drained = drain and self._writer.drain(end)
-        error = ClosedError("the store was closed before this was done")
-        if not drained:
-            self._fail_open(error)
-        for target in self._targets:
-            if not target.lanes.close(drop=not drained, timeout=max(0.0, end - time.monotonic())):
-                logger.warning("backend %s still has I/O under way; its threads end with it", target.name)
-        self._fail_open(error)
-        for target in self._targets:
-            target.backend.close()
-        self._timer.close()
-        self.pool.close()
-
-    def _fail_open(self, error: KVStoreError) -> None:
-        for batch in list(self._batches):
-            batch.fail(error)
+        self._machinery.close(drain=drain, timeout=timeout)
+        self._dropped.detach()
 
     def __enter__(self) -> Store:
         return self
@@ -386,8 +285,8 @@ class Store:
         self.close()
 
     def __repr__(self) -> str:
-        names = ", ".join(target.name for target in self._targets)
-        return f"<Store {names}{' (closed)' if self._closed else ''}>"
+        names = ", ".join(target.name for target in self._machinery.targets)
+        return f"<Store {names}{' (closed)' if self._machinery.closed else ''}>"
 
     # Plumbing.
 
@@ -398,152 +297,32 @@ class Store:
             return opaque_key(name, namespace=self.config.namespace)
         raise ConfigError(f"a record is named by text, bytes or a Key, not by {type(name).__name__}")
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the store is closed")
-        if os.getpid() != self._pid:
-            raise ClosedError("this store was opened before fork(); open another one in the child")
 
-    def _batch(
-        self, size: int, deadline: float | None, default: float, finish: Callable[[Sequence[Any]], Any], operation: str
-    ) -> Batch:
-        self._check_open()
-        batch = Batch(size, time.monotonic() + default if deadline is None else deadline, finish)
-        self._batches.add(batch)
-        self._timer.watch(batch, lambda: deadline_passed(None, operation))
-        return batch
-
-    def _outcomes(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        """The result of a batch; with `on_error="raise"` its first error is raised instead."""
-        if self.config.on_error == "raise":
-            for outcome in outcomes:
-                if outcome.error is not None:
-                    raise outcome.error
-        return outcomes
-
-    def _fan_out(
-        self,
-        batch: Batch,
-        keys: Sequence[Key],
-        call: Callable[[Target, Sequence[Key], float], Sequence[Any]],
-        operation: str,
-        *,
-        first_hit: bool,
-    ) -> None:
-        """Ask the replicas of each key, one after the other: until one has it, or all of them."""
-        orders = [self._placement.order(key) for key in keys]
-        best: Any = [MISS] * len(keys)
-
-        def ask(indices: Sequence[int], number: int) -> None:
-            by_target: dict[int, Any] = {}
-            for index in indices:
-                by_target.setdefault(orders[index][number], []).append(index)
-            for place, some in by_target.items():
-                target = self._targets[place]
-                parts = group([1] * len(some), limits=target.limits, capabilities=target.capabilities)
-                jobs = [_bind(run, target, some[begin:end], number) for begin, end in parts]
-                try:
-                    target.lanes.submit(jobs, Priority.DEMAND)
-                except KVStoreError as error:
-                    settle(some, [Outcome.failed(error)] * len(some), number)
-
-        def run(target: Target, some: Sequence[int], number: int) -> None:
-            asked = [keys[index] for index in some]
-            if batch.alive:
-                results = attempt(target.name, operation, len(some), lambda: call(target, asked, batch.deadline))
-            else:
-                results = [deadline_passed(target.name, operation)] * len(some)
-            settle(some, results, number)
-
-        def settle(some: Sequence[int], results: Sequence[Any], number: int) -> None:
-            final, more = [], []
-            for index, result in zip(some, results, strict=True):
-                hit = not isinstance(result, Outcome) or result.status is Status.OK
-                if hit or (isinstance(result, Outcome) and best[index] is MISS):
-                    best[index] = result
-                if number + 1 < len(orders[index]) and not (hit and first_hit):
-                    more.append(index)
-                else:
-                    final.append((index, best[index]))
-            for late in batch.settle(final):
-                if isinstance(late, Buffer):
-                    late.release()
-            if more and batch.alive:
-                ask(more, number + 1)
-
-        ask(range(len(keys)), 0)
-
-    def _lease(self, target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any]:
-        return [
-            MISS if buffer is None else self._checked_lease(target, key, buffer)
-            for key, buffer in zip(keys, target.backend.lease(keys, deadline=deadline), strict=True)
-        ]
-
-    @staticmethod
-    def _checked_lease(target: Target, key: Key, buffer: Buffer) -> Buffer | Outcome:
-        view = buffer.view
-        try:
-            header = parse_header(view, key=key, nbytes=len(view))
-            if all(
-                segment.codec == RAW
-                and checksum(view[segment.offset : segment.offset + segment.length]) == segment.checksum
-                for segment in header.segments
-            ):
-                return buffer
-        except CorruptRecord as error:
-            logger.warning("corrupt record %s… in %s: %s", key[:6].hex(), target.name, error)
-        buffer.release()
-        return MISS
-
-    @staticmethod
-    def _heads(target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any]:
-        memory = memoryview(bytearray(_HEAD_BYTES * len(keys)))
-        views = [memory[at : at + _HEAD_BYTES] for at in range(0, len(memory), _HEAD_BYTES)]
-        reads = [Read(key, view) for key, view in zip(keys, views, strict=True)]
-        results: Any = []
-        for key, view, outcome in zip(keys, views, target.backend.get_into(reads, deadline=deadline), strict=True):
-            if outcome.status is not Status.OK:
-                results.append(outcome)
-                continue
-            try:
-                results.append(_whole_header(target, key, view[: outcome.nbytes], deadline))
-            except CorruptRecord as error:
-                results.append(Outcome.failed(error))
-        heads: Sequence[Any] = results
-        return heads
-
-
-def _whole_header(target: Target, key: Key, data: memoryview, deadline: float) -> Header | Outcome:
-    from .record import NeedMore
-
-    try:
-        return parse_header(data, key=key)
-    except NeedMore as more:
-        longer = memoryview(bytearray(more.need))
-        outcome = target.backend.get_into([Read(key, longer)], deadline=deadline)[0]
-        return parse_header(longer[: outcome.nbytes], key=key) if outcome.status is Status.OK else outcome
-
-
-def _prepare(want: Want) -> tuple[Any, ...]:
-    """A want checked against its spec: (key, spec, first, views, flat, hold)."""
+def _prepare(want: Want) -> Flight:
+    """A want, checked against its spec."""
     key, dst, spec, first, count, hold = want
     total = len(spec.sizes)
-    count = total - first if count is None else count
+    if count is None:
+        count = total - first
     if first < 0 or count < 1 or first + count > total:
         raise ConfigError(f"segments {first}..{first + count - 1} asked for, but the record has {total}")
-    if isinstance(dst, Sequence) and not isinstance(dst, memoryview | bytes | bytearray):
-        views = [flat_bytes(view, writable=True) for view in dst]
+    if isinstance(dst, list | tuple):
+        views = [flat_bytes(view, writable=True)[:] for view in dst]
         sizes = spec.sizes[first : first + count]
         if len(views) != count or any(len(view) != size for view, size in zip(views, sizes, strict=True)):
             raise ConfigError(
                 f"{len(views)} destinations of {list(map(len, views))[:4]}… bytes do not fit {count} segments"
             )
-        return key, spec, first, views, views[0] if count == 1 else None, hold
-    flat = flat_bytes(dst, writable=True)
-    return key, spec, first, spec.split(flat, first, count), flat, hold
+        return Flight(key, spec, first, views, views[0] if count == 1 else None, sum(sizes), hold)
+    # A view of our own: the caller may release his after a cancel.
+    flat = flat_bytes(dst, writable=True)[:]
+    nbytes = len(flat)
+    if total == 1 and nbytes == spec.raw_bytes:
+        return Flight(key, spec, 0, (flat,), flat, nbytes, hold)
+    return Flight(key, spec, first, spec.split(flat, first, count), flat, nbytes, hold)
 
 
-def _segments(item: Item) -> list[memoryview]:
+def _segments(item: Item) -> Sequence[memoryview]:
     views = [flat_bytes(segment, writable=False) for segment in item.segments]
     if tuple(map(len, views)) != item.spec.sizes:
         raise ConfigError(
@@ -553,8 +332,52 @@ def _segments(item: Item) -> list[memoryview]:
     return views
 
 
-def _bind(run: Callable[..., None], *args: Any) -> Callable[[], None]:
-    return lambda: run(*args)
+def _check_apart(views: Sequence[memoryview]) -> None:
+    """Raises `ConfigError` if two destinations overlap: what one read brings the other would spoil."""
+    spans = sorted((ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view))
+    for (begin, nbytes), (following, _) in pairwise(spans):
+        if begin + nbytes > following:
+            raise ConfigError("buffers to read into overlap")
+
+
+def _room_for(head: Header | None) -> bytearray | None:
+    """Memory for the record that a header describes; None if there is none to be read, or no memory for it."""
+    if head is None or head.kind != KIND_OPAQUE or head.raw_bytes > _MAX_EXPANSION:
+        return None
+    try:
+        return bytearray(head.raw_bytes)
+    except MemoryError:
+        return None
+
+
+def _wait_for(done: Completion[Sequence[Outcome]], deadline: float, operation: str, *, lent: bool) -> Sequence[Outcome]:
+    """The outcomes, once no I/O can touch the caller's memory any more.
+
+    Args:
+        lent: the memory is the caller's own; else nobody minds late I/O.
+    """
+    try:
+        outcomes = done.result()
+    except BaseException:  # an interrupt, or on_error="raise"
+        done.cancel()  # what has not begun never begins
+        if lent:
+            done.settled(_SETTLE_GRACE_S)
+        raise
+    if lent and not done.settled(seconds_left(deadline) + _SETTLE_GRACE_S):
+        raise TransientError("a backend hangs and still holds the memory that it was given", operation=operation)
+    return outcomes
+
+
+def _as_they_are(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    return outcomes
+
+
+def _first_error_raised(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """The outcomes of a batch with `on_error="raise"`."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return outcomes
 
 
 def _prefix(outcomes: Sequence[Outcome]) -> int:
@@ -571,12 +394,6 @@ def _leases(results: Sequence[Any]) -> Sequence[Buffer | None]:
 
 def _headers(results: Sequence[Any]) -> Sequence[Header | None]:
     return [result if isinstance(result, Header) else None for result in results]
-
-
-def _close_at_exit(ref: weakref.ref[Store]) -> None:
-    store = ref()
-    if store is not None:
-        store.close()
 
 
 def open_store(

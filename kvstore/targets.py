@@ -16,7 +16,7 @@ from .record import RecordSpec
 from .scheduler import LaneGroup
 from .wrappers.base import map_error
 
-__all__ = ["Counters", "Item", "Target", "Want", "attempt", "flat_bytes"]
+__all__ = ["Counters", "Item", "Target", "Want", "attempt", "flat_bytes", "pin_all"]
 
 logger = logging.getLogger("kvstore.targets")
 
@@ -66,13 +66,26 @@ def flat_bytes(view: object, *, writable: bool) -> memoryview:
         flat = view if isinstance(view, memoryview) else memoryview(view)  # type: ignore[arg-type]
         if flat.format != "B" or flat.ndim != 1:
             flat = flat.cast("B")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a view that was released
         raise ConfigError(f"{type(view).__name__} is not contiguous memory: {error}") from error
     if not flat.c_contiguous:
         raise ConfigError("the memory is not contiguous")
     if writable and flat.readonly:
         raise ConfigError("the destination is read-only")
     return flat
+
+
+def pin_all(holds: Sequence[Buffer]) -> None:
+    """Pin buffers, all of them or none. Raises `ClosedError` if one was released."""
+    pinned: list[Buffer] = []
+    try:
+        for hold in holds:
+            hold.pin()
+            pinned.append(hold)
+    except BaseException:
+        for hold in pinned:
+            hold.unpin()
+        raise
 
 
 @dataclass(slots=True)
@@ -87,15 +100,18 @@ class Target:
     capabilities: Capability
 
 
-def attempt(name: str, operation: str, count: int, call: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """One call of the backend `name`: its answers, `count` of them. Whatever it raises becomes the outcome of each
-    item: a lane must outlive whatever a backend does."""
+def attempt(
+    name: str, operation: str, count: int, call: Callable[[], Sequence[Any]], kinds: tuple[type, ...] = (Outcome,)
+) -> Sequence[Any]:
+    """One call of the backend `name`: its answers, `count` of them, each of one of these kinds. Whatever it raises
+    becomes the outcome of each item: a lane must outlive whatever a backend does."""
     error: KVStoreError
     try:
         answers = call()
-        if len(answers) == count:
+        if len(answers) == count and all(issubclass(kind, kinds) for kind in set(map(type, answers))):
             return answers
-        error = PermanentError(f"it gave {len(answers)} answers for {count} items", backend=name, operation=operation)
+        what = f"it gave {len(answers)} answers for {count} items, or answers of another kind"
+        error = PermanentError(what, backend=name, operation=operation)
     except KVStoreError as raised:
         error = raised
     except Exception as raised:

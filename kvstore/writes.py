@@ -8,74 +8,122 @@ waits for the first and tries itself if the first failed.
 from __future__ import annotations
 
 import logging
+import math
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .backend import EXISTS, Outcome, Status, Write
+from .buffers import Buffer
 from .codec.base import Codec
-from .errors import BackendError, KVStoreError, PermanentError, TransientError
+from .errors import ClosedError, KVStoreError, PermanentError, TransientError
 from .keys import Key
 from .layout import dtype_itemsize
 from .placement import Placement
 from .plan import group
 from .record import build_record
-from .scheduler import Batch, Priority, deadline_passed
-from .targets import Counters, Item, Target, attempt
+from .scheduler import Batch, Job, Priority, by_priority, deadline_passed, seconds_left
+from .targets import Counters, Item, Target, attempt, pin_all
 
-__all__ = ["Writer"]
+__all__ = ["Put", "Writer"]
 
 logger = logging.getLogger("kvstore.writes")
 
+_RANK = {Status.OK: 3, Status.EXISTS: 2, Status.ERROR: 1, Status.MISS: 0}
 
-class _Put:
-    """One record on its way to its replicas."""
 
-    __slots__ = (
-        "batch", "followers", "index", "item", "left", "lock", "nbytes", "outcome", "priority", "segments", "views",
-    )  # fmt: skip
+class Put:
+    """One record on its way to its replicas; or one that waits for another put of its key (its `host`).
 
-    def __init__(self, batch: Batch, index: int, item: Item, segments: Sequence[memoryview]) -> None:
-        self.batch = batch
-        self.index = index
+    Args:
+        segments: `item.segments` as flat views of bytes.
+    """
+
+    batch: Batch
+    index: int  # in the batch
+    # What few puts need is set when it is needed.
+    priority = Priority.DEMAND
+    jobs: Sequence[_WriteJob] = ()
+    riders: dict[Put, None] | None = None  # puts of the same key that wait for this one
+    host: Put | None = None
+    lock: threading.Lock | None = None  # if it goes to several targets
+    views: list[memoryview] | None = None  # the built record
+    left = 1  # replicas without an outcome
+    outcome: Outcome | None = None  # the best so far
+
+    def __init__(self, item: Item, segments: Sequence[memoryview]) -> None:
         self.item = item
+        self.key = item.key
         self.segments = segments
         self.nbytes = item.spec.nbytes
-        self.followers: list[_Put] = []
-        self.priority = Priority.BACKGROUND
-        self.lock = threading.Lock()
-        self.views: list[memoryview] | None = None  # the built record
-        self.left = 1  # replicas without an outcome
-        self.outcome: Outcome | None = None  # the best so far
 
     @property
-    def wanted(self) -> bool:
-        return self.batch.alive or any(put.batch.alive for put in self.followers)
+    def hold(self) -> Buffer | None:
+        return self.item.hold
 
     def record(self, codec: Codec | None) -> list[memoryview]:
         """The record's views; encoded and checksummed once, by whichever lane comes first."""
+        if self.lock is None:
+            return self._build(codec)
         with self.lock:
             if self.views is None:
-                item = self.item
-                if codec is None:
-                    self.views = build_record(item.key, item.spec, self.segments, meta=item.meta)
-                else:
-                    itemsize = _itemsize(item)
-                    encoded = [codec.encode(segment, itemsize=itemsize) for segment in self.segments]
-                    self.views = build_record(
-                        item.key,
-                        item.spec,
-                        [each.data for each in encoded],
-                        meta=item.meta,
-                        codecs=[(each.codec, each.level) for each in encoded],
-                    )
+                self.views = self._build(codec)
             return self.views
+
+    def _build(self, codec: Codec | None) -> list[memoryview]:
+        item = self.item
+        if codec is None:
+            return build_record(item.key, item.spec, self.segments, meta=item.meta)
+        itemsize = _itemsize(item)
+        encoded = [codec.encode(segment, itemsize=itemsize) for segment in self.segments]
+        return build_record(
+            item.key,
+            item.spec,
+            [each.data for each in encoded],
+            meta=item.meta,
+            codecs=[(each.codec, each.level) for each in encoded],
+        )
 
     def rank(self, outcome: Outcome) -> None:
         """Keep the best outcome over the replicas: stored anywhere is stored."""
-        order = {Status.OK: 3, Status.EXISTS: 2, Status.ERROR: 1, Status.MISS: 0}
-        if self.outcome is None or order[outcome.status] > order[self.outcome.status]:
+        if self.outcome is None or _RANK[outcome.status] > _RANK[self.outcome.status]:
             self.outcome = outcome
+
+    @property
+    def deadline(self) -> float:
+        """The latest deadline of those who wait for it."""
+        waiting = (self, *self.riders) if self.riders else (self,)
+        return max(put.batch.deadline for put in waiting)
+
+
+class _WriteJob(Job):
+    """Puts to one target."""
+
+    __slots__ = ("_writer", "puts", "target")
+
+    def __init__(self, priority: Priority, target: Target, puts: Sequence[Put], writer: Writer) -> None:
+        super().__init__(priority)
+        self.target = target
+        self.puts = puts  # empty once they have ended
+        self._writer = writer
+
+    @property
+    def wanted(self) -> bool:
+        """False if nobody waits for any of it."""
+        return any(put.batch.alive for put in self.puts)
+
+    def run(self) -> None:
+        self._end(self._writer.write(self.target, self.puts))
+
+    def drop(self, error: KVStoreError) -> None:
+        self._end([Outcome.failed(error)] * len(self.puts))
+
+    def refuse(self, error: KVStoreError) -> None:
+        """No lane will take it, nor another one for those who wait for these puts."""
+        self._end([Outcome.failed(error)] * len(self.puts), promote=False)
+
+    def _end(self, outcomes: Sequence[Outcome], *, promote: bool = True) -> None:
+        puts, self.puts = self.puts, ()
+        self._writer.replica_done(puts, outcomes, promote=promote)
 
 
 class Writer:
@@ -101,8 +149,8 @@ class Writer:
         self._codec = codec
         self._queue_bytes = queue_bytes
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._puts: dict[Key, _Put] = {}
+        self._less = threading.Condition(self._lock)
+        self._current: dict[Key, Put] = {}
         self._queued = 0
 
     @property
@@ -110,65 +158,159 @@ class Writer:
         """Bytes of puts that are not done."""
         return self._queued
 
-    def submit(self, batch: Batch, items: Sequence[tuple[Item, Sequence[memoryview]]], priority: Priority) -> None:
-        """Start writing; outcomes go to `batch` by index."""
-        batch.begin(len(items))
-        fresh: list[_Put] = []
-        refused: list[_Put] = []
-        puts = [_Put(batch, index, item, segments) for index, (item, segments) in enumerate(items)]
-        with self._lock:
+    def submit(self, batch: Batch, puts: Sequence[Put], priority: Priority, *, wait: bool = False) -> None:
+        """Start writing; outcomes go to `batch` by index.
+
+        Args:
+            wait: wait for room in the queue, until the batch's deadline.
+
+        Raises:
+            ClosedError: a `hold` was released.
+        """
+        if wait:
+            self._await_room(batch, sum(put.nbytes for put in puts))
+        try:
+            pin_all([put.item.hold for put in puts if put.item.hold is not None])
+        except ClosedError as error:
+            batch.fail(error)
+            raise
+        batch.begin(len(puts))
+        fresh: list[Put] = []
+        try:
+            self._enter(batch, puts, priority, fresh)
+            self._dispatch(fresh)
+        except BaseException:  # an interrupt: nobody may wait for a put that never starts
+            self._ground(fresh)
+            raise
+        batch.on_give_up(lambda: self._leave(batch, puts))
+
+    def _await_room(self, batch: Batch, nbytes: int) -> None:
+        with self._less:
+            while self._queued and self._queued + nbytes > self._queue_bytes and batch.alive:
+                if not self._less.wait(seconds_left(batch.deadline)):
+                    return
+
+    def _enter(self, batch: Batch, puts: Sequence[Put], priority: Priority, fresh: list[Put]) -> None:
+        refused: list[Put] = []
+        urgent: list[_WriteJob] = []
+        for index, put in enumerate(puts):
+            put.batch, put.index, put.priority = batch, index, priority
+        with self._less:
             for put in puts:
-                if put.item.hold is not None:
-                    put.item.hold.pin()
-                put.priority = priority
-                leader = self._puts.get(put.item.key)
-                if leader is not None:
-                    leader.followers.append(put)
+                host = self._current.get(put.key)
+                if host is not None:
+                    self._ride(put, host, urgent)
                 # An item larger than the whole queue runs alone.
                 elif self._queued and self._queued + put.nbytes > self._queue_bytes:
                     refused.append(put)
                 else:
-                    self._puts[put.item.key] = put
+                    self._current[put.key] = put
                     self._queued += put.nbytes
                     fresh.append(put)
-            self._counters.values["put_items"] += len(items)
+            self._counters.values["put_items"] += len(puts)
             self._counters.values["put_dropped"] += len(refused)
+            queued = self._queued
+        for job in urgent:
+            job.target.lanes.promote(job, priority)
         if refused:
-            full = TransientError(
-                f"dropped: the write queue holds {self._queued} of {self._queue_bytes} bytes", operation="put"
-            )
-            self._settle([(put, Outcome.failed(full)) for put in refused])
-        self._dispatch(fresh)
+            message = f"dropped: the write queue holds {queued} of {self._queue_bytes} bytes"
+            full = Outcome.failed(TransientError(message, operation="put"))
+            self._settle([(put, full) for put in refused])
 
-    def _dispatch(self, puts: Sequence[_Put]) -> None:
-        by_target: dict[tuple[int, Priority], list[_Put]] = {}
-        for put in puts:
-            order = self._placement.order(put.item.key)
-            put.left = len(order)
-            for index in order:
-                by_target.setdefault((index, put.priority), []).append(put)
-        for (index, priority), some in by_target.items():
+    @staticmethod
+    def _ride(put: Put, host: Put, urgent: list[_WriteJob]) -> None:
+        """`put` waits for `host`. Called with the lock held."""
+        put.host = host
+        if host.riders is None:
+            host.riders = {}
+        host.riders[put] = None
+        if put.priority < host.priority:  # nobody waits behind work of a lower priority than his own
+            host.priority = put.priority
+            urgent += host.jobs
+
+    def _ground(self, puts: Sequence[Put]) -> None:
+        error = TransientError("submitting it was interrupted", operation="put")
+        for job in {job: None for put in puts for job in put.jobs}:
+            if job.target.lanes.withdraw(job):
+                job.target.lanes.drop(job, error)
+        never = [put for put in puts if not put.jobs]
+        for put in never:
+            put.left = 1
+        self.replica_done(never, [Outcome.failed(error)] * len(never))
+
+    def _leave(self, batch: Batch, puts: Sequence[Put]) -> None:
+        """`batch` gave up: take its puts off whatever has not begun to write them."""
+        left: list[Put] = []
+        jobs: dict[_WriteJob, None] = {}
+        with self._lock:
+            for put in puts:
+                if put.host is None:
+                    jobs.update(dict.fromkeys(put.jobs))
+                elif put.host.riders and put in put.host.riders:
+                    del put.host.riders[put]
+                    left.append(put)
+            self._counters.values["put_errors"] += len(left)
+        _unpin(left)
+        batch.end(len(left))
+        gone = TransientError("nobody waits for it any more", operation="put")
+        for job in jobs:
+            if not job.wanted and job.target.lanes.withdraw(job):
+                job.target.lanes.drop(job, gone)
+
+    def _dispatch(self, puts: Sequence[Put]) -> None:
+        by_target: dict[int, Sequence[Put]] = {0: puts}
+        if len(self._targets) > 1:
+            spread: dict[int, list[Put]] = {}
+            for put in puts:
+                order = self._placement.order(put.key)
+                if len(order) > 1:
+                    put.left = len(order)
+                    put.lock = threading.Lock()
+                for index in order:
+                    spread.setdefault(index, []).append(put)
+            by_target = {**spread}
+        queues: list[tuple[Target, Priority, list[_WriteJob]]] = []
+        for index, some in by_target.items():
             target = self._targets[index]
-            jobs = group([put.nbytes for put in some], limits=target.limits, capabilities=target.capabilities)
+            for priority, equal in by_priority(some):
+                jobs = []
+                sizes = [put.nbytes for put in equal]
+                for begin, end in group(sizes, limits=target.limits, capabilities=target.capabilities):
+                    job = _WriteJob(priority, target, equal[begin:end], self)
+                    jobs.append(job)
+                    its = (job,)
+                    for put in job.puts:
+                        put.jobs = (*put.jobs, job) if put.jobs else its
+                queues.append((target, priority, jobs))
+        for target, priority, jobs in queues:  # once every put knows all its jobs
             try:
-                target.lanes.submit([self._job(target, some[begin:end]) for begin, end in jobs], priority)
+                target.lanes.submit(jobs)
             except KVStoreError as error:
-                self._replica_done(some, [Outcome.failed(error)] * len(some))
+                for job in jobs:
+                    job.refuse(error)
+                continue
+            for job in jobs:  # somebody more urgent may have come before there were jobs
+                for put in job.puts:
+                    if put.priority is not priority:
+                        target.lanes.promote(job, put.priority)
 
-    def _job(self, target: Target, puts: Sequence[_Put]) -> Callable[[], None]:
-        return lambda: self._replica_done(puts, self._write(target, puts))
-
-    def _write(self, target: Target, puts: Sequence[_Put]) -> list[Outcome]:
-        """Write records to one target. Never raises."""
+    def write(self, target: Target, puts: Sequence[Put]) -> Sequence[Outcome]:
+        """Write records to one target."""
         outcomes: list[Outcome | None] = [None] * len(puts)
+        deadline, batch = -math.inf, None
         for index, put in enumerate(puts):
-            if not put.wanted:
+            if not put.batch.alive:
                 outcomes[index] = deadline_passed(target.name, "put")
-        deadline = max((put.batch.deadline for put in puts), default=0.0)
-        backend, keys = target.backend, [put.item.key for put in puts]
+                continue
+            if put.batch is not batch:
+                batch = put.batch
+                deadline = max(deadline, batch.deadline)
+            if put.riders:
+                deadline = max(deadline, put.deadline)
+        backend = target.backend
         if self._codec is not None:  # encoding what is there already would be wasted
             open_ = [index for index, outcome in enumerate(outcomes) if outcome is None]
-            asked = [keys[index] for index in open_]
+            asked = [puts[index].key for index in open_]
             found = attempt(target.name, "put", len(open_), lambda: backend.stat(asked, deadline=deadline))
             for index, outcome in zip(open_, found, strict=True):
                 if outcome.status is Status.OK:
@@ -180,54 +322,78 @@ class Writer:
                     record = put.record(self._codec)
                 except KVStoreError as error:  # meta that does not fit the format
                     outcomes[index] = Outcome.failed(error)
-                except (MemoryError, ValueError, TypeError) as error:
-                    outcomes[index] = Outcome.failed(PermanentError(f"encoding failed: {error}", key=keys[index]))
+                except Exception as error:  # noqa: BLE001 - memory taken away, a map changed meanwhile, a codec's own
+                    message = f"the record cannot be built: {type(error).__name__}: {error}"
+                    outcomes[index] = Outcome.failed(PermanentError(message, operation="put", key=put.key))
                 else:
-                    writes.append(Write(keys[index], record, put.item.parent))
+                    writes.append(Write(put.key, record, put.item.parent))
                     places.append(index)
         if writes:
             written = attempt(target.name, "put", len(writes), lambda: backend.put(writes, deadline=deadline))
             for index, outcome in zip(places, written, strict=True):
                 outcomes[index] = outcome
-        return [_UNTOLD if outcome is None else outcome for outcome in outcomes]
+        return [_untold(target) if outcome is None else outcome for outcome in outcomes]
 
-    def _replica_done(self, puts: Sequence[_Put], outcomes: Sequence[Outcome]) -> None:
-        """One target is done with these records; settle those that have no replica left."""
-        done: list[tuple[_Put, Outcome]] = []
-        again: list[_Put] = []
-        with self._lock:
+    def replica_done(self, puts: Sequence[Put], outcomes: Sequence[Outcome], *, promote: bool = True) -> None:
+        """One target is done with these records; settle those that have no replica left.
+
+        Args:
+            promote: if a put failed, let one that waits for it try.
+        """
+        done: list[tuple[Put, Outcome]] = []
+        again: list[Put] = []
+        urgent: list[_WriteJob] = []
+        with self._less:
             for put, outcome in zip(puts, outcomes, strict=True):
-                put.rank(outcome)
-                put.left -= 1
-                if put.left or put.outcome is None:
-                    continue
-                put.views = None
-                done.append((put, put.outcome))
-                self._queued -= put.nbytes
-                del self._puts[put.item.key]
-                followers, put.followers = put.followers, []
-                if put.outcome.stored:
-                    done += [(follower, EXISTS) for follower in followers]
-                elif followers:
-                    self._promote(followers, put.outcome, done, again)
+                best = outcome
+                if put.lock is not None:
+                    put.rank(outcome)
+                    put.left -= 1
+                    if put.left or put.outcome is None:
+                        continue
+                    put.views, best = None, put.outcome
+                done.append((put, best))
+                if self._current.get(put.key) is put:
+                    del self._current[put.key]
+                    self._queued -= put.nbytes
+                if put.riders:
+                    riders, put.riders = put.riders, None
+                    if best.stored:
+                        done += [(rider, EXISTS) for rider in riders]
+                    elif not promote:
+                        done += [(rider, best) for rider in riders]
+                    else:
+                        self._promote(riders, best, done, again, urgent)
             for _, outcome in done:
                 self._count(outcome)
-            self._idle.notify_all()
-        self._settle(done)
-        if again:
+            self._less.notify_all()
+        if again:  # before callbacks run: one that takes its time holds nobody up
             self._dispatch(again)
+            for put in again:
+                if not put.batch.alive:  # it gave up just before there was a job that could be withdrawn
+                    self._leave(put.batch, [put])
+        self._settle(done)
 
     def _promote(
-        self, followers: list[_Put], outcome: Outcome, done: list[tuple[_Put, Outcome]], again: list[_Put]
+        self,
+        riders: dict[Put, None],
+        outcome: Outcome,
+        done: list[tuple[Put, Outcome]],
+        again: list[Put],
+        urgent: list[_WriteJob],
     ) -> None:
         """The first writer of a key failed: the next one who still waits really tries."""
-        alive = [put for put in followers if put.batch.alive]
-        done += [(put, outcome) for put in followers if not put.batch.alive]
-        if alive:
-            leader, leader.followers = alive[0], alive[1:]
-            self._puts[leader.item.key] = leader
-            self._queued += leader.nbytes
-            again.append(leader)
+        alive = [put for put in riders if put.batch.alive]
+        done += [(put, outcome) for put in riders if not put.batch.alive]
+        if not alive:
+            return
+        host, *others = alive
+        host.host = None
+        for put in others:
+            self._ride(put, host, urgent)
+        self._current[host.key] = host
+        self._queued += host.nbytes
+        again.append(host)
 
     def _count(self, outcome: Outcome) -> None:
         values = self._counters.values
@@ -240,34 +406,35 @@ class Writer:
             values["put_errors"] += 1
 
     @staticmethod
-    def _settle(done: Sequence[tuple[_Put, Outcome]]) -> None:
+    def _settle(done: Sequence[tuple[Put, Outcome]]) -> None:
         results: dict[Batch, list[tuple[int, Outcome]]] = {}
+        batch, outcomes = None, []
         for put, outcome in done:
-            results.setdefault(put.batch, []).append((put.index, outcome))
-            if put.item.hold is not None:
-                put.item.hold.unpin()
+            if put.batch is not batch:
+                batch = put.batch
+                outcomes = results.setdefault(batch, [])
+            outcomes.append((put.index, outcome))
+        _unpin([put for put, _ in done])
         for batch, outcomes in results.items():
-            batch.end(len(outcomes))
-            batch.settle(outcomes)
+            batch.settle(outcomes, ended=len(outcomes))
 
     def drain(self, end: float) -> bool:
         """Wait until no put is under way, or until the absolute monotonic time `end`. True if none is."""
-        with self._idle:
-            while self._puts:
-                left = end - time.monotonic()
-                if left <= 0 or not self._idle.wait(left):
-                    return not self._puts
-        return True
-
-    def abandon(self, error: BackendError | KVStoreError) -> None:
-        """End every put that has not begun; its lanes' queues were dropped."""
-        with self._lock:
-            puts = [put for put in self._puts.values() if put.views is None]
-        for put in puts:
-            put.batch.fail(error)
+        with self._less:
+            return self._less.wait_for(lambda: not self._current, seconds_left(end))
 
 
-_UNTOLD = Outcome.failed(PermanentError("the backend gave no outcome", operation="put"))
+def _unpin(puts: Sequence[Put]) -> None:
+    for put in puts:
+        if put.item.hold is not None:
+            try:
+                put.item.hold.unpin()
+            except KVStoreError:  # somebody unpinned what he had not pinned; others must not wait for ever
+                logger.exception("a buffer has lost its pin")
+
+
+def _untold(target: Target) -> Outcome:
+    return Outcome.failed(PermanentError("the backend gave no outcome", backend=target.name, operation="put"))
 
 
 def _itemsize(item: Item) -> int:

@@ -3,7 +3,8 @@
 What it insists on, from the AWS user guide (s3-express-differences, s3-express-optimizing-performance):
 
 * CreateSession, HeadBucket and CopyObject are signed with the account's keys; everything else with the session's keys
-  and `x-amz-s3session-token`; service `s3express`. Sessions live `ttl_s` seconds (5 minutes at AWS), and are `ExpiredToken` afterwards.
+  and `x-amz-s3session-token`; service `s3express`. Sessions live `ttl_s` seconds (5 minutes at AWS), and are
+  `ExpiredToken` afterwards.
 * Every signature is verified, and so are SHA-256 payload hashes and CRC32 checksums, in headers and in trailers.
 * ETags are random. No Content-MD5, versions, tags, ACLs.
 * ListObjectsV2: no order, no StartAfter, a prefix that ends in "/", no other delimiter, prefixes of unfinished uploads
@@ -120,6 +121,11 @@ class ExpressStub:
         with self.lock:
             for session in self._sessions.values():
                 session.expires = 0.0
+
+    def seed(self, bucket: str, key: str, body: bytes) -> None:
+        """Put an object there behind everybody's back."""
+        with self.lock:
+            self.objects[bucket, key] = _Object(body, _random_etag(), {})
 
     def stop(self) -> None:
         self._server.shutdown()

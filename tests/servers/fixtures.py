@@ -1,24 +1,24 @@
 """pytest fixtures for the servers of this folder. `tests/conftest.py` imports them.
 
-`seaweedfs` is one server for the whole session (it takes 3.5 s to start); each test takes a bucket of its own. What
-runs in this process is made for one test, because threads and descriptors are audited after each.
+`seaweedfs` is one server for the whole session (it takes 3.5 s to start). What runs in this process is made for one
+test, because threads and descriptors are audited after each.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.servers.express_stub import ExpressStub
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.null_server import NullServer
-from tests.servers.seaweedfs import MISSING, SeaweedFS, bucket, weed_binary
+from tests.servers.seaweedfs import MISSING, SeaweedFS, weed_binary
 
 __all__ = [
+    "_bucket",
     "certificate",
     "express_stub",
     "null_proxy",
@@ -29,7 +29,7 @@ __all__ = [
     "seaweedfs",
 ]
 
-_serial = itertools.count()
+_BUCKET = "tests"
 
 
 @pytest.fixture(scope="session")
@@ -49,11 +49,25 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def _bucket(seaweedfs: SeaweedFS) -> Iterator[tuple[Any, str]]:
+    client = seaweedfs.client()
+    client.create_bucket(Bucket=_BUCKET)
+    yield client, _BUCKET
+    client.close()
+
+
 @pytest.fixture
-def s3_bucket(seaweedfs: SeaweedFS) -> Iterator[str]:
-    """A new bucket of `seaweedfs`."""
-    with bucket(seaweedfs, f"t-{os.getpid()}-{next(_serial)}") as name:
-        yield name
+def s3_bucket(_bucket: tuple[Any, str]) -> Iterator[str]:
+    """An empty bucket of `seaweedfs`. It is one and the same, emptied after each test: a new one costs a second."""
+    client, name = _bucket
+    yield name
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
+        objects = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
+        if objects:
+            client.delete_objects(Bucket=name, Delete={"Objects": objects, "Quiet": True})
+    for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ()):
+        client.abort_multipart_upload(Bucket=name, Key=upload["Key"], UploadId=upload["UploadId"])
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
-from kvstore import buffers, reads
+from kvstore import buffers, flights, staged
 from kvstore.backend import Outcome, Read, Status, Write
 from kvstore.completion import CompletionQueue
 from kvstore.errors import ClosedError, ConfigError
@@ -163,7 +163,8 @@ def test_no_byte_is_copied_between_backend_and_caller(preferred: int, monkeypatc
         copied.append(len(src))
         buffers.copy_bytes(dst, src)
 
-    monkeypatch.setattr(reads, "copy_bytes", counting)
+    for module in (flights, staged):
+        monkeypatch.setattr(module, "copy_bytes", counting)
     backend = _Spy()
     backend.limits = backend.limits.__class__(lanes=4, preferred_io_bytes=preferred)
     keys = chain(3)

@@ -1,4 +1,4 @@
-"""Records in S3, S3 Express One Zone and what is compatible: `s3://bucket/prefix`. Needs `pip install 'kvstore[s3]'`."""
+"""Records in S3, S3 Express One Zone and the like: `s3://bucket/prefix`. Needs `pip install 'kvstore[s3]'`."""
 
 from .backend import S3Backend
 

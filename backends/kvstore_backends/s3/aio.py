@@ -28,6 +28,7 @@ from .stock import found_of, missing, unsatisfiable
 __all__ = ["AioClient"]
 
 _OPEN_S = 30.0
+_KEPT = 3  # clients that are kept open after renewals
 _GRACE_S = 0.05  # for the loop to end a call at its deadline by itself
 
 
@@ -86,7 +87,7 @@ class AioClient(Client):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvstore-s3-aioboto3", daemon=True)
         self._thread.start()
-        self._context: Any = None
+        self._contexts: list[Any] = []
         self._boto: Any = None
         try:
             self.reopen()
@@ -107,15 +108,17 @@ class AioClient(Client):
             "aws_session_token": settings.session_token,
         }  # fmt: skip
         session = self._aioboto3.Session(profile_name=settings.profile, **secrets)
-        old, self._context = self._context, session.client("s3", **arguments)
+        context = session.client("s3", **arguments)
         try:
-            self._boto = await self._context.__aenter__()
+            boto = await context.__aenter__()
         except ValueError as error:
             raise ConfigError(f"s3://{settings.bucket}: {error}") from error
-        self._boto.meta.events.register_first("before-sign.s3", strip_expect)
-        self._boto.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings))
-        if old is not None:
-            await old.__aexit__(None, None, None)
+        boto.meta.events.register_first("before-sign.s3", strip_expect)
+        boto.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings))
+        self._boto = boto
+        self._contexts.append(context)
+        while len(self._contexts) > _KEPT:  # calls may still be under way in the last ones
+            await self._contexts.pop(0).__aexit__(None, None, None)
 
     def _run(self, work: Coroutine[Any, Any, Any], deadline: float) -> Any:
         """Run a coroutine on the loop; it is cancelled at the deadline."""
@@ -204,9 +207,8 @@ class AioClient(Client):
         return answer
 
     async def _leave(self) -> None:
-        if self._context is not None:
-            context, self._context = self._context, None
-            await context.__aexit__(None, None, None)
+        while self._contexts:
+            await self._contexts.pop().__aexit__(None, None, None)
 
     def close(self) -> None:
         if self._loop.is_closed() or not self._thread.is_alive():

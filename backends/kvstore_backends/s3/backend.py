@@ -154,7 +154,7 @@ class S3Backend(Backend):
         return self._meta.delete(keys, deadline)
 
     def quarantine(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
-        """See `Backend.quarantine`. The bytes stay under `quarantine/` until a lifecycle rule or the sweep takes them."""
+        """See `Backend.quarantine`. The bytes stay under `quarantine/` until a lifecycle rule or a sweep."""
         self._check("quarantine")
         if time.monotonic() >= deadline:
             return [self._calls.faults.late("quarantine", key) for key in keys]

@@ -8,6 +8,7 @@ knows one bucket, object names and byte ranges, nothing of records. It raises wh
 from __future__ import annotations
 
 import io
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 __all__ = ["BodyBroken", "Client", "Found", "Got", "Source", "age_of", "content_total", "gather"]
+
+logger = logging.getLogger("kvstore.backends.s3")
 
 _SELDOM_RENEWED_S = 5.0  # credentials that are expired at their source are not asked for again and again
 
@@ -105,6 +108,7 @@ class Client(ABC):
         self.generation = 0
         self._renew_lock = threading.Lock()
         self._renewed_at = -_SELDOM_RENEWED_S
+        self._renewing: threading.Event | None = None
 
     def renew(self, failed: int, *, deadline: float) -> bool:
         """Forget credentials that the service called expired. One of many lanes does it, the others wait for it.
@@ -115,19 +119,33 @@ class Client(ABC):
         Returns:
             True if there may be new ones, and another try makes sense.
         """
-        if not self._renew_lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
-            return False
-        try:
+        with self._renew_lock:
             if self.generation != failed:
                 return True
-            if time.monotonic() - self._renewed_at < _SELDOM_RENEWED_S:
-                return False
-            self._renewed_at = time.monotonic()
+            if self._renewing is None:
+                if time.monotonic() - self._renewed_at < _SELDOM_RENEWED_S:
+                    return False
+                self._renewed_at = time.monotonic()
+                self._renewing = threading.Event()
+                threading.Thread(target=self._renew, name="kvstore-s3-renew", daemon=True).start()
+            renewed = self._renewing
+        renewed.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        return self.generation != failed
+
+    def _renew(self) -> None:
+        """In a thread: the chain may ask other services, with timeouts of their own."""
+        done = False
+        try:
             self.reopen()
-            self.generation += 1
-            return True
+            done = True
+        except Exception as error:  # noqa: BLE001 - the call that needed it has the error that counts
+            logger.warning("new credentials could not be fetched: %s", type(error).__name__)
         finally:
-            self._renew_lock.release()
+            with self._renew_lock:
+                self.generation += done
+                renewed, self._renewing = self._renewing, None
+            if renewed is not None:
+                renewed.set()
 
     def after_fork(self) -> None:
         """In a forked child: drop what is the parent's, without a word to the service."""
@@ -220,7 +238,7 @@ def content_total(content_range: str) -> int | None:
 
 
 def age_of(headers: Mapping[str, str]) -> float:
-    """Seconds between the headers Last-Modified and Date, which both are the server's. 0.0 if one of them is missing."""
+    """Seconds between the headers Last-Modified and Date, both the server's. 0.0 if one of them is missing."""
     try:
         modified = parsedate_to_datetime(headers["last-modified"])
         now = parsedate_to_datetime(headers["date"])

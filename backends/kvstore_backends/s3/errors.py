@@ -4,7 +4,7 @@
 |---|---|
 | deadline, DNS, connect, silence, reset, short body | `TransientError` that names it |
 | 429, 503, SlowDown and its relatives | `Throttled`, a `TransientError`: the wrappers back off and ask less at once |
-| 408, 409, 500, 502, 504 and other 5xx | `TransientError` |
+| 408, 409, 5xx but 501 | `TransientError` |
 | 403 with a wrong clock | `PermanentError` that names the clock |
 | 403 | `PermanentError` with what to check |
 | expired or unknown token, after one renewal | `PermanentError` |
@@ -57,8 +57,8 @@ _DENIED = frozenset({
     "InvalidSecurity", "NotSignedUp", "UnauthorizedAccess", "Forbidden", "InvalidPayer",
 })  # fmt: skip
 _ELSEWHERE = frozenset({
-    "PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException",
-    "IncorrectEndpoint",
+    "PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException", "IncorrectEndpoint",
 })  # fmt: skip
 _TRANSIENT = frozenset({
     "InternalError", "RequestTimeout", "RequestTimeoutException", "OperationAborted", "ConditionalRequestConflict",
@@ -160,7 +160,7 @@ class Faults:
         if code in _DENIED or status in (401, 403):
             return PermanentError, f"{answer}: access denied; {self._what_to_check(code)}"
         said = f": {fault.message[:200]}" if fault.message and code not in _QUIET else ""
-        if code in _TRANSIENT or status in (408, 409) or status >= 500:
+        if code in _TRANSIENT or status in (408, 409) or (status >= 500 and status != 501):
             return TransientError, answer + said
         return PermanentError, answer + said
 
@@ -175,7 +175,7 @@ class Faults:
             else "s3:GetObject, s3:PutObject, s3:DeleteObject"
         )
         return (
-            f"check that the policy allows {allow} and s3:ListBucket on {self._bucket} (without s3:ListBucket a missing "
+            f"check that the policy allows {allow} and s3:ListBucket on {self._bucket} (without it a missing "
             "object is a 403), and bucket policy, VPC endpoint policy, KMS key and clock"
         )
 

@@ -12,6 +12,7 @@ record that is computed again and again does not expire.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -21,6 +22,8 @@ from .errors import fault_of
 from .names import quarantine_prefix
 
 __all__ = ["Expiry", "lifecycle_configuration"]
+
+logger = logging.getLogger("kvstore.backends.s3")
 
 _RENEW_AFTER = 2 / 3  # of the ttl
 _DAY_S = 86400.0
@@ -41,7 +44,12 @@ class Expiry:
         if ttl is None or found.age < ttl * _RENEW_AFTER:
             return True
         if found.age < ttl:
-            return self.renew(name, found, deadline)
+            try:
+                return self.renew(name, found, deadline)
+            except Exception as error:  # noqa: BLE001 - mapped; the record is there all the same
+                mapped = self._calls.failed(error, "put")
+                logger.info("%s: a record could not be renewed: %s", self._calls.name, mapped)
+                return True
         self.remove(name, found.etag, deadline)
         return False
 
@@ -63,7 +71,7 @@ class Expiry:
         return True
 
     def remove(self, name: str, etag: str, deadline: float) -> None:
-        """Delete a record if it is still this version. Services that know no conditional delete ignore the condition."""
+        """Delete a record if it is still this version. Some services ignore the condition."""
         try:
             self._calls.invoke("DeleteObject", {"Key": name, "IfMatch": etag}, deadline)
         except Exception as error:

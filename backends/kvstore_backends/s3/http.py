@@ -20,6 +20,7 @@ _BUFFER = 16 << 10  # also the longest head of an answer
 _SLICE = 4 << 20  # sent at a time, so that an early answer (412, 503) is seen before all is sent
 _IOV = 512
 _TLS_JOIN = 64 << 10  # small pieces are joined up to this: each write over TLS is at least one record
+_RESET_S = 0.02  # how exact a timeout is kept while bytes flow, seconds
 _LONGEST = 3600.0  # seconds; a socket timeout must be finite
 
 
@@ -164,14 +165,17 @@ class Connection:
 
     def _send_pieces(self, pieces: list[memoryview], timing: Timing) -> bool:
         at, since = 0, 0
+        sock, set_at = self._sock, -_LONGEST
         while at < len(pieces):
             if since >= _SLICE:
                 since = 0
                 if self._poll.poll(0):
                     return False
-            self._bound(timing.left())
-            first = pieces[at]
-            sent = self._sock.sendmsg(pieces[at : at + _IOV]) if len(first) < _SLICE else self._sock.send(first)
+            now = time.monotonic()
+            if now - set_at > _RESET_S or now >= timing.until:
+                self._bound(timing.left())
+                set_at = now
+            sent = sock.sendmsg(pieces[at : at + _IOV])
             since += sent
             while sent and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
@@ -233,7 +237,7 @@ class Connection:
         set_at = -_LONGEST
         while done < size:
             now = time.monotonic()
-            if now - set_at > 0.05 or now >= timing.until:
+            if now - set_at > _RESET_S or now >= timing.until:
                 self._bound(timing.left())
                 set_at = now
             try:

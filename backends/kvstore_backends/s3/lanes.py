@@ -73,8 +73,11 @@ class _Work:
         finally:
             with self._lock:
                 self._busy -= 1
-                if self._closed and not self._busy:
+                if self._is_over():
                     self._done.set()
+
+    def _is_over(self) -> bool:
+        return self._closed and not self._busy
 
     def finish(self) -> None:
         """As the caller: work too, then wait for the helpers that are still at an item."""

@@ -129,10 +129,10 @@ class Meta:
         found = calls.head(name, deadline)
         if found is None or (etag is not None and found.etag != etag):
             return MISS
+        aside = quarantine_name(self._prefix, key, time.time_ns() // 1_000_000)
+        source = {"Bucket": calls.settings.bucket, "Key": name}
         try:
             if calls.settings.quarantine:
-                aside = quarantine_name(self._prefix, key, time.time_ns() // 1_000_000)
-                source = {"Bucket": calls.settings.bucket, "Key": name}
                 copy = {"Key": aside, "CopySource": source, "CopySourceIfMatch": found.etag}
                 calls.invoke("CopyObject", copy, deadline)
             calls.invoke("DeleteObject", {"Key": name, "IfMatch": found.etag}, deadline)
@@ -172,7 +172,7 @@ def list_pages(calls: Calls, prefix: str, check: Callable[[], None], deadline: f
             raise TransientError("the deadline passed", backend=calls.name, operation="list")
         try:
             answer = calls.invoke("ListObjectsV2", params, deadline)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - mapped once, here
             mapped = calls.failed(error, "list")
             raise mapped from mapped.cause
         yield answer

@@ -1,15 +1,15 @@
-"""The native client: botocore for parameters, credentials, endpoints, signatures, S3 Express sessions and errors; our own
-connections for the bytes.
+"""The native client: botocore for parameters, credentials, endpoints, signatures, S3 Express sessions and errors; our
+own connections for the bytes.
 
 A handler on botocore's public event `before-send.s3` sends every request of the client over our pool and answers with
 an `AWSResponse`, so botocore's own HTTP layer is never used, and one deadline covers whatever botocore sends
 (CreateSession and region redirects too). Of a GetObject the handler writes the body into the caller's memory; a body
 to send is taken as views from `Source`.
 
-Most of what a call of botocore costs (0.7 ms) is the same for every object. So HEAD and GET are **traced** once: the
-unsigned request is copied at the event `request-created.s3`. Later calls put another name into the copy and emit that
-event again, which has botocore sign it (0.1 ms), sessions included. An answer that is anything but ordinary drops the
-trace and the call is made again in full.
+Most of what a call of botocore costs (0.7 ms) is the same for every object. So HEAD, GET and PUT are **traced** once:
+the unsigned request is copied at the event `request-created.s3`. Later calls put another name into the copy and emit
+that event again, which has botocore sign it (0.1 ms), sessions included. An answer that is anything but ordinary
+drops the trace and the call is made again in full.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from botocore.parsers import ResponseParserFactory
 
 from .client import BodyBroken, Client, Found, Got, Source, age_of, content_total
 from .credentials import CredentialGate
+from .errors import EXPIRED
 from .http import Body, Connection, Head, LinkError, Stopped, Timing, request_head
 from .options import Settings
 from .session import make_client, make_session
@@ -42,9 +43,16 @@ __all__ = ["NativeClient", "uses_proxy"]
 _MOST_ANSWER = 64 << 20  # bytes of an answer that is kept in memory (a page of a listing is below 1 MiB)
 _SCRATCH = 256 << 10  # for bytes that nobody wants
 _DRAIN = 1 << 20  # rather than read more than this, a connection is closed
-_PLAIN = frozenset({200, 206, 404, 412, 416})  # ordinary answers to HEAD and GET
-_DROPPED = frozenset({"authorization", "x-amz-date", "date", "x-amz-content-sha256", "x-amz-security-token",
-                      "x-amz-s3session-token", "amz-sdk-invocation-id", "amz-sdk-request", "range", "if-match"})  # fmt: skip
+_READ = frozenset({200, 206, 404, 412, 416})
+_PLAIN = {"HeadObject": _READ, "GetObject": _READ, "PutObject": frozenset({200})}  # ordinary answers
+_TRACED = {
+    "Key": "", "IfNoneMatch": "If-None-Match", "ChecksumCRC32": "x-amz-checksum-crc32",
+    "ChecksumCRC32C": "x-amz-checksum-crc32c", "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
+}  # fmt: skip
+_DROPPED = frozenset({
+    "authorization", "x-amz-date", "date", "x-amz-content-sha256", "x-amz-security-token", "x-amz-s3session-token",
+    "amz-sdk-invocation-id", "amz-sdk-request", "range", "if-match", "content-length", "expect",
+})  # fmt: skip
 
 
 class _Sink:
@@ -120,6 +128,7 @@ class NativeClient(Client):
         self.transport = Transport(pool, Hedging() if settings.hedge_reads else None)
         self._scratch = threading.local()
         self._parser = ResponseParserFactory().create_parser("rest-xml")
+        self._session_lock = threading.Lock()
         self.redirected = False
         self.reopen()
 
@@ -129,6 +138,7 @@ class NativeClient(Client):
         self._ca = session.get_config_variable("ca_bundle")
         self._gate = CredentialGate(session.get_credentials())
         self._traces: dict[str, _Trace] = {}
+        self._unopened = self._settings.express
         events = self._boto.meta.events
         events.register_first("before-send.s3", self._before_send)
         events.register_first("request-created.s3", self._request_created)
@@ -158,7 +168,10 @@ class NativeClient(Client):
         prepared = _prepare(request.method, request.url, headers, request.body)
         call = self._call
         sink = call.sink if operation == call.operation else None
-        status, found, body = self._send(prepared, operation, call.until, sink)
+        until = call.until
+        if operation != call.operation:  # CreateSession: other lanes may wait for this one
+            until = min(until, time.monotonic() + self._settings.read_timeout)
+        status, found, body = self._send(prepared, operation, until, sink)
         if status in (301, 307, 308) or (status == 400 and "x-amz-bucket-region" in found):
             self.redirected = True
         return AWSResponse(request.url, status, found, _Raw(body))
@@ -227,12 +240,30 @@ class NativeClient(Client):
 
     # Calls.
 
+    def _ready(self, deadline: float) -> None:
+        """Return when there is something to sign with. Raises what fetching it raises."""
+        self._gate.ready(deadline)
+        if not self._unopened:
+            return
+        # botocore opens a session for each lane that comes before the first one is there: let one lane go first.
+        if not self._session_lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
+            raise LinkError("deadline", "the deadline passed while a session was being opened")
+        call = self._call
+        call.until = deadline
+        try:
+            if self._unopened:  # signing opens it, and sends nothing else
+                self._boto.generate_presigned_url("get_object", Params={"Bucket": self._bucket, "Key": "session"})
+                self._unopened = False
+        finally:
+            call.until = 0.0
+            self._session_lock.release()
+
     def _full(
         self, operation: str, params: Mapping[str, Any], deadline: float, *, sink: _Sink | None = None,
-        trace: _Trace | None = None,
+        trace: _Trace | None = None, kind: str = "",
     ) -> dict[str, Any]:  # fmt: skip
         """A call through all of botocore."""
-        self._gate.ready(deadline)
+        self._ready(deadline)
         call = self._call
         call.operation, call.until, call.sink, call.trace = operation, deadline, sink, trace
         try:
@@ -240,23 +271,25 @@ class NativeClient(Client):
         finally:
             call.operation, call.until, call.sink, call.trace = "", 0.0, None, None
         if trace is not None and trace.base:
-            self._traces[operation] = trace
+            self._traces[kind or operation] = trace
         return answer
 
     def _fast(
-        self, operation: str, key: str, extra: Mapping[str, str], deadline: float, sink: _Sink | None
-    ) -> tuple[int, Mapping[str, str]] | None:
+        self, operation: str, key: str, extra: Mapping[str, str], deadline: float, *, sink: _Sink | None = None,
+        source: Source | None = None,
+        kind: str = "",
+    ) -> tuple[int, Mapping[str, str]] | None:  # fmt: skip
         """The call by a trace: status and headers of an ordinary answer. None: it must be made in full.
 
         Raises:
             ClientError: an error of the service that trying again in full would not change.
         """
-        trace = self._traces.get(operation)
+        trace = self._traces.get(kind or operation)
         if trace is None:
             return None
-        self._gate.ready(deadline)
+        self._ready(deadline)
         url = trace.base + quote(key, safe="/~")
-        request = AWSRequest(method=trace.method, url=url, headers={**trace.headers, **extra})
+        request = AWSRequest(method=trace.method, url=url, headers={**trace.headers, **extra}, data=source)
         request.context = dict(trace.context)
         call = self._call
         call.operation, call.until = "", deadline  # a CreateSession that signing may need
@@ -265,17 +298,19 @@ class NativeClient(Client):
         finally:
             call.until = 0.0
         headers = {name: _text(value) for name, value in request.headers.items()}
-        status, found, body = self._send(_prepare(trace.method, url, headers, None), operation, deadline, sink)
-        if status in _PLAIN and not (status == 404 and operation == "GetObject" and b"NoSuchKey" not in body):
+        status, found, body = self._send(_prepare(trace.method, url, headers, source), operation, deadline, sink)
+        if status in _PLAIN[operation] and not (
+            status == 404 and operation == "GetObject" and b"NoSuchKey" not in body
+        ):
             return status, found
-        if status >= 429 or status == 408:
-            response = {"status_code": status, "headers": found, "body": body}
-            raise ClientError(self._parser.parse(response, None), operation)
-        self._traces.pop(operation, None)
+        parsed = self._parser.parse({"status_code": status, "headers": found, "body": body}, None)
+        if status >= 429 or status in (408, 409, 412) or parsed.get("Error", {}).get("Code") in EXPIRED:
+            raise ClientError(parsed, operation)
+        self._traces.pop(kind or operation, None)
         return None
 
     def head(self, key: str, *, deadline: float) -> Found | None:
-        answered = self._fast("HeadObject", key, {}, deadline, None)
+        answered = self._fast("HeadObject", key, {}, deadline)
         if answered is None:
             try:
                 answer = self._full("HeadObject", {"Key": key}, deadline, trace=_Trace(key))
@@ -297,7 +332,7 @@ class NativeClient(Client):
         sink = _Sink(start, views)
         span = f"bytes={start}-{start + sum(map(len, views)) - 1}"
         extra = {"Range": span} if etag is None else {"Range": span, "If-Match": etag}
-        answered = self._fast("GetObject", key, extra, deadline, sink)
+        answered = self._fast("GetObject", key, extra, deadline, sink=sink)
         if answered is not None:
             status, headers = answered
             if status in (404, 412):
@@ -321,7 +356,17 @@ class NativeClient(Client):
 
     def put(self, operation: str, params: Mapping[str, Any], source: Source, *, deadline: float) -> dict[str, Any]:
         body: Any = source if len(source) else b""
-        return self._full(operation, {**params, "Body": body}, deadline)
+        if operation != "PutObject" or not params.keys() <= _TRACED.keys():
+            return self._full(operation, {**params, "Body": body}, deadline)
+        # One trace for each kind of put: the condition and the kind of checksum are headers of it.
+        kind = "PutObject" + "".join(sorted(params.keys() - {"Key"}))
+        extra = {_TRACED[name]: value for name, value in params.items() if name != "Key"}
+        extra["Content-Length"] = str(source.nbytes)
+        key = params["Key"]
+        answered = self._fast("PutObject", key, extra, deadline, source=source, kind=kind)
+        if answered is not None:
+            return {"ETag": answered[1].get("etag", "")}
+        return self._full(operation, {**params, "Body": body}, deadline, trace=_Trace(key), kind=kind)
 
     def invoke(self, operation: str, params: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
         return self._full(operation, params, deadline)

@@ -1,7 +1,7 @@
 """Which ranges of which objects are asked for: neighbours together, large ones in parts. Pure functions.
 
-A **span** is a run of a record's bytes that is wanted, with small gaps that are fetched along and thrown away. A **part**
-is one request: a span, or a piece of a large one.
+A **span** is a run of a record's bytes that is wanted, with small gaps that are fetched along and thrown away. A
+**part** is one request: a span, or a piece of a large one.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def parts_of(span: Part, size: int) -> list[Part]:
 
 
 class Splitter:
-    """The size of parts, from what was measured: long enough that the wait for the first byte is a fifth of the whole at
-    most, so that a connection is kept busy, and short enough that many connections share the work.
+    """The size of parts, from what was measured: long enough that the wait for the first byte is a fifth of the whole
+    at most, so that a connection is kept busy, and short enough that many connections share the work.
 
     Args:
         size: to begin with, bytes.

@@ -7,7 +7,6 @@ filled by the calling thread, and the source of a put is revoked.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,8 @@ from .session import make_client, make_session, strip_expect
 __all__ = ["StockClient", "found_of", "missing", "unsatisfiable"]
 
 _SCRATCH = 256 << 10
+_RESET_S = 0.02  # how exact a timeout is kept while bytes flow, seconds
+_KEPT = 3  # clients that are kept open after renewals
 
 
 def missing(error: ClientError) -> bool:
@@ -68,8 +69,12 @@ class _Late:
         with self._lock:
             self._answer = answer
             self._done.set()
-            if self._given_up and isinstance(answer, dict) and hasattr(answer.get("Body"), "close"):
-                answer["Body"].close()
+            self._dispose(answer)
+
+    def _dispose(self, answer: Any) -> None:
+        """Close a body that nobody waits for any more."""
+        if self._given_up and isinstance(answer, dict) and hasattr(answer.get("Body"), "close"):
+            answer["Body"].close()
 
     def wait(self, deadline: float) -> Any:
         if not self._done.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
@@ -82,6 +87,32 @@ class _Late:
         return self._answer
 
 
+class _Rest:
+    """What is left of a body."""
+
+    def __init__(self, body: Any, left: int, deadline: float, silence: float) -> None:
+        self._body = body
+        self.left = left
+        self._deadline = deadline
+        self._silence = silence
+        self._timeout = -1.0
+
+    def some(self, into: memoryview) -> int:
+        """At least one byte into `into`."""
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise LinkError("deadline", "the deadline passed in the middle of the body")
+        wanted = min(remaining, self._silence)
+        if self._timeout < 0 or abs(wanted - self._timeout) > _RESET_S:
+            self._body.set_socket_timeout(wanted)
+            self._timeout = wanted
+        count = int(self._body.readinto(into[: min(_SCRATCH, self.left)]))
+        if not count:
+            raise LinkError("short", f"the server closed the connection {self.left} bytes before the end of the body")
+        self.left -= count
+        return count
+
+
 class StockClient(Client):
     """See the module's docstring."""
 
@@ -92,11 +123,16 @@ class StockClient(Client):
         self._settings = settings
         self._lanes = Lanes(settings.lanes + settings.meta_lanes + 8, "s3-boto3")
         self._scratch = threading.local()
+        self._opened: list[Any] = []
         self.reopen()
 
     def reopen(self) -> None:
-        self._boto = make_client(self._settings, make_session(self._settings))
-        self._boto.meta.events.register_first("before-sign.s3", strip_expect)
+        boto = make_client(self._settings, make_session(self._settings))
+        boto.meta.events.register_first("before-sign.s3", strip_expect)
+        self._boto = boto
+        self._opened.append(boto)
+        while len(self._opened) > _KEPT:  # calls may still be under way in the last ones
+            self._opened.pop(0).close()
 
     def _run(self, operation: str, params: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         method = getattr(self._boto, xform_name(operation))
@@ -130,36 +166,23 @@ class StockClient(Client):
             raise
         seconds = time.monotonic() - begin
         found, age = answer.get("ETag", ""), age_of(answer["ResponseMetadata"]["HTTPHeaders"])
-        body = answer["Body"]
+        body = _Rest(answer["Body"], int(answer["ContentLength"]), deadline, self._settings.read_timeout)
         skip = start if "ContentRange" not in answer else 0  # the server ignores Range
         done = 0
         try:
-            while skip:
-                count = self._some(body, self._waste()[:skip], deadline)
-                if not count:
-                    return Got(0, found, age, seconds)
-                skip -= count
+            while skip and body.left:
+                skip -= body.some(self._waste()[:skip])
             for view in views:
                 at = 0
-                while at < len(view):
-                    count = self._some(body, view[at:], deadline)
-                    if not count:
-                        return Got(done, found, age, seconds)
+                while at < len(view) and body.left:
+                    count = body.some(view[at:])
                     at += count
                     done += count
             return Got(done, found, age, seconds)
         except Exception as error:
             raise BodyBroken(done, found, error) from error
         finally:
-            body.close()
-
-    def _some(self, body: Any, into: memoryview, deadline: float) -> int:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise LinkError("deadline", "the deadline passed in the middle of the body")
-        with contextlib.suppress(AttributeError):  # a body that was read to its end has no socket any more
-            body.set_socket_timeout(min(left, self._settings.read_timeout))
-        return int(body.readinto(into[:_SCRATCH]))
+            answer["Body"].close()
 
     def _waste(self) -> memoryview:
         scratch: memoryview | None = getattr(self._scratch, "view", None)
@@ -178,5 +201,6 @@ class StockClient(Client):
         return self._run(operation, params, deadline)
 
     def close(self) -> None:
-        self._boto.close()
+        while self._opened:
+            self._opened.pop().close()
         self._lanes.close(1.0)

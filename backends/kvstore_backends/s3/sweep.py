@@ -60,8 +60,8 @@ def sweep(
     dry_run: bool = False,
     deadline: float = math.inf,
 ) -> Swept:
-    """Remove records older than the ttl (and a minute), corrupt ones older than `quarantine_age`, and uploads begun more
-    than `upload_age` ago. Ages are seconds, by the service's clock.
+    """Remove records older than the ttl (and a minute), corrupt ones older than `quarantine_age`, and uploads begun
+    more than `upload_age` ago. Ages are seconds, by the service's clock.
 
     Args:
         ttl: default: that of the backend; None there too: no record expires.
@@ -129,7 +129,7 @@ def _old_uploads(calls: Calls, prefix: str, age: float, deadline: float) -> Iter
             raise TransientError("the deadline passed", backend=calls.name, operation="sweep")
         try:
             answer = calls.invoke("ListMultipartUploads", params, deadline)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - mapped once, here
             mapped = calls.failed(error, "sweep")
             raise mapped from mapped.cause
         now = answered_at(answer)

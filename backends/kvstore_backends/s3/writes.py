@@ -116,7 +116,7 @@ class Writer:
             try:
                 self._calls.put("PutObject", params, source, deadline)
                 return
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised again unless it is a 409
                 self._raise_there(error, last=bool(attempt))
             if self._calls.head(name, deadline) is not None:  # 409: who was in our way, has he succeeded?
                 raise _There
@@ -145,12 +145,13 @@ class Writer:
         try:
             parts = self._upload(upload, source, deadline)
             complete = {**upload, "MultipartUpload": {"Parts": parts}, **self._condition()}
-            for attempt in (0, 1):
-                try:
-                    calls.invoke("CompleteMultipartUpload", complete, deadline)
-                    return
-                except Exception as error:
-                    self._raise_there(error, last=bool(attempt))
+            try:
+                calls.invoke("CompleteMultipartUpload", complete, deadline)
+            except Exception as error:
+                self._raise_there(error, last=False)
+                if calls.head(name, deadline) is not None:
+                    raise _There from error
+                raise  # after a 409 the upload is void; the retry that this error asks for begins another
         except BaseException:
             self._abort(upload)
             raise
@@ -211,8 +212,8 @@ class Writer:
                     self._conditional = self._probe(deadline)
                     if not self._conditional:
                         logger.warning(
-                            "%s: the service ignores If-None-Match; records are looked up before they are written, and of "
-                            "two writers at the same moment the second may replace the first's record with its own",
+                            "%s: the service ignores If-None-Match; records are looked up before they are written, and "
+                            "of two writers at the same moment the second may replace the first's record with its own",
                             self._calls.name,
                         )
             finally:
