@@ -28,8 +28,9 @@ from .metrics import Metrics
 from .placement import Placement
 from .reads import Reader
 from .registry import open_backend, split_options
-from .scheduler import Batch, LaneGroup, Timer, deadline_passed, seconds_left
+from .scheduler import Batch, LaneGroup, deadline_passed, seconds_left
 from .targets import Counters, Target
+from .timer import Timer
 from .writes import Writer
 
 __all__ = ["Machinery", "close_dropped"]

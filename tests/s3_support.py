@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -52,10 +53,15 @@ def moto_server() -> Iterator[str]:
             os.environ[_BUFFER] = before
 
 
+@functools.cache
+def _session() -> Any:
+    return boto3.Session()  # keeps the service models, which take 0.1 s to read
+
+
 @contextlib.contextmanager
 def plain_client(endpoint: str) -> Iterator[Any]:
     """A stock boto3 client, to look behind the backend's back."""
-    client = boto3.client(
+    client = _session().client(
         "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
         aws_secret_access_key=SECRET_KEY, config=Config(s3={"addressing_style": "path"}),
     )  # fmt: skip
@@ -72,8 +78,8 @@ def unique_prefix() -> str:
 def settings(endpoint: str, prefix: str | None = None, **options: Any) -> Settings:
     given = {
         "bucket": BUCKET, "prefix": unique_prefix() if prefix is None else prefix, "endpoint_url": endpoint,
-        "region": "us-east-1", "addressing": "path", "connect_timeout": 5.0, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
-        **options,
+        "region": "us-east-1", "addressing": "path", "connect_timeout": 5.0, "access_key_id": ACCESS_KEY,
+        "secret_access_key": SECRET_KEY, **options,
     }  # fmt: skip
     return Settings(**given)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvstore.completion import Completion
 from kvstore.keys import Key
+from kvstore.scheduler import deadline_passed
 from kvstore.store import Store
 from kvstore.testing import DictBackend, FaultyBackend
 from tests.faults.support import SPEC
@@ -44,3 +46,10 @@ def idle(store: Store) -> bool:
         and len(store._machinery.reader.flights) == 0
         and all(each["queued"] == each["busy"] == each["failures"] == 0 for each in lanes)
     )
+
+
+def expire(store: Store, done: Completion[Any]) -> None:
+    """What the timer does to a batch at its deadline, at a moment of the test's choice."""
+    for batch in list(store._machinery._batches):
+        if batch.completion is done:
+            batch.expire(lambda: deadline_passed(None, "test"))

@@ -169,7 +169,7 @@ def test_close_in_a_callback_returns_and_the_store_closes_behind_it(where: str) 
 
     if where == "timer":
         backend.push(Fault.hang(), operation="get")
-        first: Completion[Any] = store.submit_get(wants(keys[:1], poisoned(1)), deadline=time.monotonic() + 0.05)
+        first: Completion[Any] = store.submit_get(wants(keys[:1], poisoned(1)), deadline=time.monotonic() + 0.7)
     else:
         backend.push(Fault.hang(), operation="put")
         first = store.submit_put(items(keys[:1]))

@@ -160,10 +160,15 @@ class _Side:
 
     def _delete(self) -> None:
         """Remove what this side has put."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
         live, self._live = self._live, []
         for at in range(0, len(live), _DELETE_MOST):
             objects = [{"Key": name} for name in live[at : at + _DELETE_MOST]]
-            self._client.delete_objects(Bucket=self._place.bucket, Delete={"Objects": objects, "Quiet": True})
+            try:
+                self._client.delete_objects(Bucket=self._place.bucket, Delete={"Objects": objects, "Quiet": True})
+            except (BotoCoreError, ClientError) as error:
+                raise OSError(f"objects of the raw HTTP ceiling could not be deleted: {error}") from error
 
     def close(self) -> None:
         connections, self._connections = self._connections, []

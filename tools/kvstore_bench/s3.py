@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -231,7 +233,7 @@ class AwscrtTarget(_PeerTarget):
         if parts.scheme == "https":
             trust = crt_io.TlsContextOptions()
             if settings.ca_bundle:
-                trust.override_default_trust_store_from_path(None, settings.ca_bundle)
+                trust.override_default_trust_store(_certificates(settings.ca_bundle))
             connection = crt_io.ClientTlsContext(trust).new_connection_options()
             tls = {"tls_mode": s3.S3RequestTlsMode.ENABLED, "tls_connection_options": connection}
         group = crt_io.EventLoopGroup(0)
@@ -283,6 +285,13 @@ class AwscrtTarget(_PeerTarget):
         del self._crt
         stopped.wait(10)
         super().close()
+
+
+def _certificates(path: str) -> bytes:
+    """The certificates of a PEM file, without a private key that may stand beside them."""
+    text = Path(path).read_text(encoding="ascii", errors="replace")
+    found = re.findall("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", text, re.DOTALL)
+    return "\n".join(found).encode("ascii") + b"\n"
 
 
 class _Stream(io.RawIOBase):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -164,24 +165,29 @@ class Connection:
             return False  # it may have said why before it hung up
 
     def _send_pieces(self, pieces: list[memoryview], timing: Timing) -> bool:
-        at, since = 0, 0
-        sock, set_at = self._sock, -_LONGEST
+        """The socket blocks, with the kernel's own timeout (SO_SNDTIMEO, socket(7)): one system call sends up to
+        `_SLICE` bytes, where a non-blocking one would return, and take the GIL, for each piece of the send buffer."""
+        sock, at = self._sock, 0
+        self._bound(None)
         while at < len(pieces):
-            if since >= _SLICE:
-                since = 0
-                if self._poll.poll(0):
-                    return False
-            now = time.monotonic()
-            if now - set_at > _RESET_S or now >= timing.until:
-                self._bound(timing.left())
-                set_at = now
-            sent = sock.sendmsg(pieces[at : at + _IOV])
-            since += sent
+            if at and self._poll.poll(0):
+                return False
+            size, end = 0, at
+            while end < len(pieces) and end - at < _IOV and size < _SLICE:
+                size += len(pieces[end])
+                end += 1
+            batch = pieces[at:end]
+            if size > _SLICE:
+                batch[-1] = batch[-1][: len(batch[-1]) - (size - _SLICE)]
+            left = timing.left()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(left))
+            try:
+                sent = sock.sendmsg(batch)
+            except BlockingIOError as error:
+                raise TimeoutError from error
             while sent and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1
-                if at == len(pieces):
-                    return True
             if sent:
                 pieces[at] = pieces[at][sent:]
         return True
@@ -406,6 +412,12 @@ class Body:
         except Stopped as stopped:
             raise stopped.error from stopped
         return b"".join(parts)
+
+
+def _timeval(seconds: float) -> bytes:
+    """A struct timeval; 0 would be no timeout at all."""
+    microseconds = max(1, int(seconds * 1e6))
+    return struct.pack("@ll", microseconds // 1_000_000, microseconds % 1_000_000)
 
 
 def _too_late(timing: Timing, what: str) -> LinkError:
