@@ -75,6 +75,7 @@ class Store:
             deadline: absolute `time.monotonic()` seconds; None means now + `lookup_timeout`.
         """
 
+        _check_keys(keys)
         batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, _prefix, "lookup")
         self._machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
         return batch.completion
@@ -134,12 +135,14 @@ class Store:
         The view begins with the record's header: `kvstore.record.parse_header` tells where its segments are. Header
         and segments are verified. Encoded records are not leased. The caller releases each buffer.
         """
+        _check_keys(keys)
         batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
         self._machinery.asker.submit(batch, keys, asks.lease, "lease", first_hit=True)
         return batch.completion
 
     def submit_delete(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
         """Remove records from every replica: OK if any had it, MISS if none."""
+        _check_keys(keys)
         batch = self._machinery.batch(len(keys), deadline, self.config.put_timeout, self._finish, "delete")
         self._machinery.asker.submit(batch, keys, asks.delete, "delete", first_hit=False)
         return batch.completion
@@ -148,6 +151,7 @@ class Store:
         self, keys: Sequence[Key], *, deadline: float | None = None
     ) -> Completion[Sequence[Header | None]]:
         """The verified headers (shape, codec, meta) of records; None for those that are missing or damaged."""
+        _check_keys(keys)
         asker = self._machinery.asker
         batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get")
         asker.submit(batch, keys, asker.heads, "get", first_hit=True)
@@ -179,9 +183,9 @@ class Store:
             TransientError: a second after the deadline a backend that hangs still holds a value that might change
                 (one that is not `bytes`).
         """
-        pairs = list(items.items()) if isinstance(items, Mapping) else list(items)
+        pairs = _pairs(items)
         frozen = all(type(value) is bytes for _, value in pairs)
-        seconds = self.config.put_timeout if timeout is None else timeout
+        seconds = _seconds(timeout, self.config.put_timeout)
         prepared = []
         for name, value in pairs:
             flat = flat_bytes(value, writable=False)
@@ -221,8 +225,8 @@ class Store:
             ConfigError: buffers that are not writable, not contiguous, or overlap.
             TransientError: a second after the deadline a backend that hangs may still write to `into`.
         """
-        deadline = time.monotonic() + (self.config.blocking_timeout if timeout is None else timeout)
-        keys = [self._key(name) for name in names]
+        deadline = time.monotonic() + _seconds(timeout, self.config.blocking_timeout)
+        keys = self._keys(names)
         if into is None:
             heads = self.submit_heads(keys, deadline=deadline).result()
             buffers: list[Any] = [_room_for(head) for head in heads]
@@ -245,13 +249,13 @@ class Store:
 
     def hit_prefix(self, names: Sequence[Any], *, timeout: float | None = None) -> int:
         """How many leading names are stored. Seconds; None means `lookup_timeout`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return self.submit_lookup([self._key(name) for name in names], deadline=deadline).result()
+        deadline = time.monotonic() + _seconds(timeout, self.config.lookup_timeout)
+        return self.submit_lookup(self._keys(names), deadline=deadline).result()
 
     def delete_many(self, names: Sequence[Any], *, timeout: float | None = None) -> Sequence[Outcome]:
         """Remove records by name and wait: OK, or MISS if there was none."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return self.submit_delete([self._key(name) for name in names], deadline=deadline).result()
+        deadline = time.monotonic() + _seconds(timeout, self.config.put_timeout)
+        return self.submit_delete(self._keys(names), deadline=deadline).result()
 
     def key_context(self, *, model: str, layout: KVLayout, dtype: str, **fields: Any) -> KeyContext:
         """A `KeyContext` with the namespace and the codec of this store's configuration."""
@@ -290,6 +294,11 @@ class Store:
 
     # Plumbing.
 
+    def _keys(self, names: Sequence[Any]) -> Sequence[Key]:
+        if isinstance(names, str | bytes):  # taken as a list, it would name one record per letter
+            raise ConfigError(f"a list of names is needed, not one {type(names).__name__}; write [{names!r:.60}]")
+        return [self._key(name) for name in names]
+
     def _key(self, name: object) -> Key:
         if isinstance(name, Key):
             return name
@@ -298,9 +307,47 @@ class Store:
         raise ConfigError(f"a record is named by text, bytes or a Key, not by {type(name).__name__}")
 
 
+def _pairs(items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
+    if isinstance(items, Mapping):
+        return [*items.items()]
+    pairs = [*items]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(f"put_many takes a mapping, or pairs of name and bytes, not {type(pair).__name__}")
+    return pairs
+
+
+def _not_a_key(value: object) -> ConfigError:
+    return ConfigError(
+        f"a record is named by a Key (kvstore.chunk_keys, kvstore.opaque_key), not by {type(value).__name__}"
+    )
+
+
+def _check_keys(keys: object) -> None:
+    """Raises `ConfigError` for anything but a sequence of keys, before any backend sees it."""
+    if isinstance(keys, str | bytes) or not isinstance(keys, Sequence):
+        raise ConfigError(f"a list of keys is needed, not {type(keys).__name__}")
+    for key in keys:
+        if key.__class__ is not Key:
+            raise _not_a_key(key)
+
+
+def _seconds(timeout: float | None, default: float) -> float:
+    """A timeout in seconds. Raises `ConfigError` if it is not a number."""
+    if timeout is None:
+        return default
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout):
+        raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
+    return float(timeout)
+
+
 def _prepare(want: Want) -> Flight:
     """A want, checked against its spec."""
+    if want.__class__ is not Want:
+        raise ConfigError(f"a Want is needed, not {type(want).__name__}")
     key, dst, spec, first, count, hold = want
+    if key.__class__ is not Key:
+        raise _not_a_key(key)
     total = len(spec.sizes)
     if count is None:
         count = total - first
@@ -323,6 +370,10 @@ def _prepare(want: Want) -> Flight:
 
 
 def _segments(item: Item) -> Sequence[memoryview]:
+    if item.__class__ is not Item:
+        raise ConfigError(f"an Item is needed, not {type(item).__name__}")
+    if item.key.__class__ is not Key:
+        raise _not_a_key(item.key)
     views = [flat_bytes(segment, writable=False) for segment in item.segments]
     if tuple(map(len, views)) != item.spec.sizes:
         raise ConfigError(

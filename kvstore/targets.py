@@ -62,6 +62,8 @@ class Item(NamedTuple):
 
 def flat_bytes(view: object, *, writable: bool) -> memoryview:
     """`view` as a flat view of bytes, without copying. Raises `ConfigError` if it is not contiguous or not writable."""
+    if isinstance(view, str):
+        raise ConfigError("bytes are needed, not text; encode it first")
     try:
         flat = view if isinstance(view, memoryview) else memoryview(view)  # type: ignore[arg-type]
         if flat.format != "B" or flat.ndim != 1:

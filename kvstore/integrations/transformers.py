@@ -21,13 +21,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from transformers import DynamicCache
+try:
+    import torch
+    from transformers import DynamicCache
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"{missing.name} is not installed; install kvstore with its extra 'transformers'", name=missing.name
+    ) from missing
 
 from kvstore.backend import Outcome, Status
 from kvstore.buffers import Buffer
 from kvstore.completion import Completion
-from kvstore.errors import ConfigError, PoolExhausted
+from kvstore.errors import ConfigError, KVStoreError, PoolExhausted
 from kvstore.keys import Key, KeyContext, chunk_keys
 from kvstore.layout import KVLayout, canonical_dtype
 from kvstore.record import RecordSpec, kv_spec
@@ -53,6 +58,7 @@ class SaveResult(NamedTuple):
         existing: were in the store already, or came in by another writer.
         failed: could not be written; they will be recomputed when needed.
         nbytes: bytes written.
+        error: why the first of `failed` could not be written, or None.
     """
 
     chunks: int
@@ -60,6 +66,7 @@ class SaveResult(NamedTuple):
     existing: int
     failed: int
     nbytes: int
+    error: KVStoreError | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,10 @@ class KVCacheStore:
         lora: str | None = None,
         cache_salt: str | None = None,
     ) -> None:
+        if not hasattr(store, "submit_get"):
+            raise ConfigError(f"an open kvstore.Store is needed, not {type(store).__name__}")
+        if not hasattr(model, "config") or not hasattr(model, "forward"):
+            raise ConfigError(f"a causal language model of transformers is needed, not {type(model).__name__}")
         self.store = store
         self._config = model.config.get_text_config(decoder=True)
         self.layout = _layout(model, self._config)
@@ -135,7 +146,8 @@ class KVCacheStore:
         Args:
             input_ids: token ids, `[tokens]` or `[batch, tokens]`; only those that the cache holds are stored.
             cache: a `DynamicCache` with keys and values `[batch, kv_heads, tokens, head_dim]` after the rotary
-                embedding, positions counted from each row's first real token (as `generate` does).
+                embedding, positions counted from each row's first real token (as `generate` does). It must be the
+                cache of just these tokens: nothing can tell if it is not, and other prompts would get wrong KV.
             attention_mask: `[batch, tokens]`, 0 for padding on either side; None: no padding.
             timeout: seconds for everything; None means the store's `put_timeout`.
 
@@ -150,22 +162,25 @@ class KVCacheStore:
         known = [self.store.submit_lookup(row.keys, deadline=deadline) for row in rows]
         pending: list[tuple[int, Completion[Sequence[Outcome]]]] = []
         existing = failed = 0
+        reason: KVStoreError | None = None
         for number, (row, hits) in enumerate(zip(rows, known, strict=True)):
             first = hits.result()
             existing += first
             for chunk in range(first, len(row.keys)):
                 try:
                     pending.append((1, self._put_chunk(cache, number, row, chunk, deadline)))
-                except PoolExhausted:
+                except PoolExhausted as error:
                     failed += 1
+                    reason = reason or error
         stored = nbytes = 0
         for _, completion in pending:
             outcome = completion.result()[0]
             stored += outcome.status is Status.OK
             existing += outcome.status is Status.EXISTS
             failed += outcome.status is Status.ERROR
+            reason = reason or outcome.error
             nbytes += outcome.nbytes
-        return SaveResult(sum(len(row.keys) for row in rows), stored, existing, failed, nbytes)
+        return SaveResult(sum(len(row.keys) for row in rows), stored, existing, failed, nbytes, reason)
 
     def _put_chunk(
         self, cache: Any, number: int, row: _Row, chunk: int, deadline: float
@@ -414,10 +429,13 @@ def _put_back(group: _Group, groups: Iterator[_Group]) -> Iterator[_Group]:
 
 
 def _two_dimensional(ids: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(ids)
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"token ids must be integers, not {type(ids).__name__}: {error}") from error
     if tensor.dim() == 1:
         tensor = tensor[None]
-    if tensor.dim() != 2 or tensor.is_floating_point():
+    if tensor.dim() != 2 or not len(tensor) or tensor.is_floating_point():
         raise ConfigError(f"token ids must be integers of shape [tokens] or [batch, tokens], not {tuple(tensor.shape)}")
     return tensor.cpu()
 

@@ -352,6 +352,43 @@ def test_segments_that_do_not_fit_are_refused_at_once() -> None:
             store.get_many([3])
 
 
+@pytest.mark.parametrize("method", ["submit_lookup", "submit_lease", "submit_delete", "submit_heads"])
+@pytest.mark.parametrize("keys", ["answer", b"answer", opaque_key("answer"), ["answer"], [bytes(32)], None, 7])
+def test_what_is_no_key_never_reaches_a_backend(method: str, keys: Any) -> None:
+    backend = FaultyBackend(DictBackend())
+    with store_over(backend) as store, pytest.raises(ConfigError, match="not"):
+        getattr(store, method)(keys)
+    assert [call.operation for call in backend.calls] == ["close"]
+
+
+def test_a_single_name_is_not_a_list_of_letters() -> None:
+    with store_over(DictBackend()) as store:
+        store.put_many({"a": b"1", "n": b"2"})
+        for call in (store.get_many, store.hit_prefix, store.delete_many):
+            with pytest.raises(ConfigError, match="list of names"):
+                call("an")
+        assert store.get_many(["a", "n"]) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda store: store.submit_get(["answer"]), "Want"),
+        (lambda store: store.submit_get([("k", b"", SPEC)]), "Want"),
+        (lambda store: store.submit_get([Want("answer", memoryview(bytearray(4)), opaque_spec(4))]), "Key"),
+        (lambda store: store.submit_put(["answer"]), "Item"),
+        (lambda store: store.submit_put([Item("answer", [b"1234"], opaque_spec(4))]), "Key"),
+        (lambda store: store.put_many(["abc"]), "pairs"),
+        (lambda store: store.put_many({"a": "text"}), "encode"),
+        (lambda store: store.put_many({"a": b"1"}, timeout="5"), "timeout"),
+        (lambda store: store.get_many(["a"], timeout=float("nan")), "timeout"),
+    ],
+)
+def test_bad_arguments_are_named(call: Any, words: str) -> None:
+    with store_over(DictBackend()) as store, pytest.raises(ConfigError, match=words):
+        call(store)
+
+
 def test_names_are_kept_apart_by_namespace() -> None:
     backend = DictBackend()
     with store_over(_Unclosed(backend), namespace="one") as store:
