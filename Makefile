@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
 	@touch $@
 
-demo: $(STAMP) ## a real model's KV cache goes into a store and comes back in another process; then kvstore-bench io
-	$(BIN)/python examples/demo.py
+demo: $(STAMP) ## a real model's KV cache goes into a store (URL=... or a temporary folder) and back; then kvstore-bench io
+	$(BIN)/python examples/demo.py $(if $(URL),--url '$(URL)')
 
 model: $(STAMP) ## download and convert SmolLM2-135M-Instruct into .cache/models
 	@$(BIN)/python -c "from kvstore.testing.models import smollm2_folder; print(smollm2_folder())"

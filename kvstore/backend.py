@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -190,12 +190,17 @@ class Backend(ABC):
 
     Subclasses take the parsed URL and typed options in `from_url`, set `name` (shown in errors and metrics,
     without secrets), `capabilities` and `limits` in `__init__`, and list their `options`.
+
+    Attributes:
+        identity: equal for two backends of this process that store in one and the same place, which a store refuses;
+            None if that cannot be told.
     """
 
     options: ClassVar[Sequence[Option]] = ()
     name: str
     capabilities: Capability = Capability.NONE
     limits: Limits = Limits()
+    identity: Hashable | None = None
 
     @classmethod
     def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> Backend:

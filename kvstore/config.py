@@ -181,6 +181,9 @@ class Config:
                 object.__setattr__(self, option.name, given.parse(option))
         if not self.remote_url:
             raise ConfigError("no remote_url is given; name a backend, for instance file:///mnt/kv or memory://")
+        folders = [url.base for url in self.remote_url if url.is_folder]
+        if twice := sorted({folder for folder in folders if folders.count(folder) > 1}):
+            raise ConfigError(f"remote_url names {', '.join(twice)} twice; a folder is one backend, under any name")
         names = [self.backend_name(url) for url in self.remote_url]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"remote_url names {', '.join(twice)} twice; give each its own option 'name'")

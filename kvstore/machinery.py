@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from .asks import Asker
@@ -111,6 +111,7 @@ class Machinery:
                 weights.append(split.placement["weight"])
                 settings.append(split.wrapper)
                 opened.append(wrap(backend, split.wrapper, metrics=self.metrics))
+        _check_distinct(names, opened)
         placement = Placement(names, weights, self.config.replicas)
         if self.config.replicas == 1 and any(values.get("hedge") for values in settings):
             raise ConfigError("option 'hedge' needs another replica to read from; set replicas to 2 or more")
@@ -234,6 +235,20 @@ class Machinery:
             thread.join(seconds_left(end))
             if thread.is_alive():
                 logger.warning("%s has not ended in time", thread.name)
+
+
+def _check_distinct(names: Sequence[str], backends: Sequence[Backend]) -> None:
+    """Raises `ConfigError` if two backends are one place: replicas there would be none."""
+    found: dict[Hashable, str] = {}
+    for name, backend in zip(names, backends, strict=True):
+        if backend.identity is None:
+            continue
+        if backend.identity in found:
+            raise ConfigError(
+                f"the backends {found[backend.identity]} and {name} are one and the same place "
+                "(a link, or another mount of it?); name it once"
+            )
+        found[backend.identity] = name
 
 
 def _close_backend(target: Target) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "Scheme",
     "SplitOptions",
     "backend_class",
+    "install_hint",
     "known_schemes",
     "open_backend",
     "parse_url",
@@ -60,6 +61,7 @@ class Scheme(NamedTuple):
         doc: one sentence.
         extra: the extra of the distribution `kvstore` that brings what it needs; "" if it needs nothing.
         modules: top-level modules of that extra. If one of them is missing, the message names the extra.
+        folder: the path of its URLs is that of a folder, and is normalised as one; the same folder twice is a mistake.
     """
 
     target: str
@@ -67,6 +69,7 @@ class Scheme(NamedTuple):
     doc: str
     extra: str = ""
     modules: tuple[str, ...] = ()
+    folder: bool = False
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -74,6 +77,7 @@ SCHEMES: dict[str, Scheme] = {
         "kvstore_backends.file:FileBackend",
         "file:///mnt/kv",
         "A folder: local NVMe, or NFS, EFS, FSx and the like shared by many nodes.",
+        folder=True,
     ),
     "memory": Scheme(
         "kvstore_backends.memory:MemoryBackend",
@@ -108,14 +112,28 @@ class BackendURL:
     Attributes:
         scheme: lower case.
         authority: host and port as written, percent-decoded; "" if none.
-        path: percent-decoded, with its leading slash; "" if none.
+        path: percent-decoded, with its leading slash; "" if none. That of a folder (`Scheme.folder`) is normalised, so
+            that all nodes and both spellings agree on `base`: no `//`, no `.`, no slash at the end.
         options: the query, percent-decoded; each option at most once.
+
+    Raises:
+        ConfigError: the path of a folder has `..` in it, which means another place if a symbolic link precedes it.
     """
 
     scheme: str
     authority: str = ""
     path: str = ""
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.is_folder and self.path:
+            object.__setattr__(self, "path", _folder_path(self.path, self.scheme))
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the path is that of a folder."""
+        entry = SCHEMES.get(self.scheme)
+        return entry is not None and entry.folder
 
     @property
     def base(self) -> str:
@@ -220,6 +238,13 @@ def parse_url(text: str) -> BackendURL:
     return BackendURL(scheme, _decoded(authority, scheme, "the authority"), _decoded(path, scheme, "the path"), options)
 
 
+def _folder_path(path: str, scheme: str) -> str:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise ConfigError(f"the path of the {scheme}:// URL has '..' in it; write out the folder that is meant")
+    return "/" + "/".join(parts)
+
+
 def _not_a_url(text: str) -> str:
     if re.match(r"[/~.]", text):
         return f"a path is not a URL; for a folder write file:// and its absolute path, e.g. {SCHEMES['file'].example}"
@@ -322,6 +347,11 @@ def backend_class(scheme: str) -> type[Backend]:
     return found
 
 
+def install_hint(extra: str) -> str:
+    """The command that installs an extra. By path, not by name: `kvstore` on PyPI is another project."""
+    return f"pip install -c constraints.txt '.[{extra}]'"
+
+
 def _load(scheme: str, entry: Scheme) -> object:
     module_name, _, attribute = entry.target.partition(":")
     try:
@@ -331,7 +361,9 @@ def _load(scheme: str, entry: Scheme) -> object:
         own = missing != "" and f"{module_name}.".startswith(f"{missing}.")
         if not own and missing.partition(".")[0] not in entry.modules:
             raise  # a broken module is not a missing one
-        hint = f"pip install 'kvstore[{entry.extra}]'" if entry.extra else f"reinstall what provides {entry.target}"
+        hint = f"reinstall what provides {entry.target}"
+        if entry.extra:
+            hint = f"in this project's checkout run {install_hint(entry.extra)}"
         raise ConfigError(f"{scheme}:// needs {missing}, which is not installed: {hint}") from error
     try:
         return getattr(module, attribute)
@@ -408,7 +440,7 @@ def scheme_manual() -> str:
     parts = []
     for scheme, entry in sorted(SCHEMES.items()):
         own = backend_class(scheme).options
-        needs = f" Needs `pip install 'kvstore[{entry.extra}]'`." if entry.extra else ""
+        needs = f" Needs `{install_hint(entry.extra)}` in this project's checkout." if entry.extra else ""
         table = format_manual(own) if own else "No options of its own."
         parts.append(f"### `{scheme}://`\n\n{entry.doc}{needs} Example: `{entry.example}`\n\n{table}")
     parts.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -113,6 +113,11 @@ class Wrapper(Backend):
     def limits(self) -> Limits:  # type: ignore[override]
         """The inner backend's limits, as they are now."""
         return self._inner.limits
+
+    @property
+    def identity(self) -> Hashable | None:  # type: ignore[override]
+        """The inner backend's identity."""
+        return self._inner.identity
 
     @classmethod
     def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> Backend:

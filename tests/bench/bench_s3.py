@@ -136,10 +136,9 @@ def _one_direction(
             if op == "put":
                 sides[name] = PutSide(target, works[name], timeout=60)
                 continue
-            side = GetSide(target, works[name], timeout=60)
-            if not side.fill(pool, LANES):
-                raise SystemExit(f"{name}: filling failed: {side.failures.messages}")
-            sides[name] = side
+            reading = sides[name] = GetSide(target, works[name], timeout=60)
+            if not reading.fill(pool, LANES):
+                raise SystemExit(f"{name}: filling failed: {reading.failures.messages}")
         return interleaved(pool, sides, LANES, repeats)
     finally:
         for side in sides.values():

@@ -85,8 +85,10 @@ def test_a_read_only_folder_is_one_sentence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [root]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_process_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_an_interrupted_process_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, said: str) -> None:
     """The process signals itself from inside a read, so that the moment does not depend on luck."""
     program = (
         "import os, sys, signal\n"
@@ -104,6 +106,54 @@ def test_an_interrupted_process_leaves_nothing(tmp_path: Path, number: signal.Si
         [sys.executable, "-W", "error", "-c", program, str(int(number)), *SMALL],
         capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
-    assert done.returncode == 130, done.stderr
-    assert done.stderr == "kvstore-bench: interrupted; what it had put is deleted again\n"
+    assert done.returncode == status, done.stderr
+    assert done.stderr == f"kvstore-bench: {said}; what it had put is deleted again\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("op", ["get", "put"])
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, op: str) -> None:
+    """kill -9 from inside a pass, with records in the user's folder; then the same URL again."""
+    program = (
+        "import os, sys, signal\n"
+        "from kvstore_backends.file import FileBackend\n"
+        "from kvstore_bench.cli import main\n"
+        "name = sys.argv[1]\n"
+        "count, real = [0], getattr(FileBackend, name)\n"
+        "def method(self, items, *, deadline):\n"
+        "    count[0] += 1\n"
+        "    done = real(self, items, deadline=deadline)\n"
+        "    if count[0] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return done\n"
+        "setattr(FileBackend, name, method)\n"
+        "sys.exit(main(['io', *sys.argv[2:]]))\n"
+    )
+    root, temporary = tmp_path / "kv", tmp_path / "tmp"
+    root.mkdir()
+    temporary.mkdir()
+    url = f"file://{root}"
+    method = {"get": "get_into", "put": "put"}[op]
+    done = subprocess.run(
+        [sys.executable, "-c", program, method, url, *SMALL, "--lanes", "1", "--ops", op],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(root.rglob("*.kv"))) == 4
+    (journal,) = temporary.iterdir()
+    assert journal.stat().st_mode & 0o777 == 0o600
+    assert url in journal.read_text(encoding="utf-8")
+
+    other = tmp_path / "other"
+    other.mkdir()
+    done = bench("io", f"file://{other}", *SMALL, folder=temporary)
+    assert done.returncode == 0, done.stderr
+    assert f"note: a killed run has left records in {url}: measure that URL again" in done.stdout
+    assert len(list(root.rglob("*.kv"))) == 4
+    assert list(temporary.iterdir()) == [journal]
+
+    done = bench("io", url, *SMALL, folder=temporary)
+    assert done.returncode == 0, done.stderr
+    assert f"note: removed 4 records that a killed run had left in {url}" in done.stdout
+    assert not list(root.rglob("*.kv"))
+    assert not list(temporary.iterdir())
+    assert sorted(tmp_path.iterdir()) == [root, other, temporary]  # the raw ceiling's folder too

@@ -15,8 +15,8 @@ import kvstore
 from kvstore.backend import Outcome, Read, Status, Write
 from kvstore.errors import ConfigError, PermanentError, TransientError
 from kvstore_backends.s3 import S3Backend
-from tests.servers.s3_support import all_of, data, error_of, get, key, put, secrets, settings, soon, url
 from tests.servers.express_stub import BUCKET, ExpressStub
+from tests.servers.s3_support import all_of, data, error_of, get, key, put, secrets, settings, soon, url
 
 CLIENTS = ("native", "boto3", "aioboto3")
 

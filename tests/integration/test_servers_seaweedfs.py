@@ -71,7 +71,8 @@ def test_it_listens_on_loopback_only_and_sends_no_telemetry(seaweedfs: SeaweedFS
         target = os.readlink(fd)
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    listening, connected = [], []
+    listening: list[tuple[str, str]] = []
+    connected: list[tuple[str, str]] = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{seaweedfs.pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()

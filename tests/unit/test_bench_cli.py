@@ -84,8 +84,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["io", "memory://?colour=blue", "--sizes", "4KiB"], "colour"),
         (["io", "file://", "--sizes", "4KiB"], "file"),
         (["io", "s3://key:geheim@bucket/kv"], "credentials"),
-        (["io", "--json", "/no/such/folder/x.json"], "/no/such/folder/x.json"),
-        (["io", "--html", "/"], "cannot write to '/'"),
+        (["io", "--json", "/dev/null/x.json"], "folder is missing and cannot be made: "),
+        (["io", "--html", "/"], "cannot write to '/': it is a folder"),
+        (["io", "--json", "-", "--html", "-"], "cannot both go to standard output"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +129,45 @@ def test_json_on_standard_output_is_alone_there(
     out, err = capsys.readouterr()
     assert json.loads(out)["rows"][0]["scheme"] == "memory"
     assert "memcpy" in err  # the table has moved
+
+
+def test_html_on_standard_output_is_alone_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(io, "run_io", lambda *_, **__: report())
+    assert cli.main(["io", "--html", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("<!doctype html>")
+    assert out.endswith("</html>\n")
+    assert "memcpy" in err  # the table has moved
+    assert "wrote" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_the_outputs_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(io, "run_io", lambda *_, **__: report())
+    json_file, html_file = tmp_path / "out" / "a" / "io.json", tmp_path / "b" / "io.html"
+    assert cli.main(["io", "--json", str(json_file), "--html", str(html_file)]) == 0
+    assert json_file.is_file()
+    assert html_file.is_file()
+
+
+def test_a_denied_output_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import os
+
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(io, "run_io", lambda *_, **__: pytest.fail("measured"))
+    assert cli.main(["io", "--json", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.endswith("x.json': access is denied\n")
+
+
+def test_the_help_says_what_a_killed_run_leaves() -> None:
+    text = " ".join(python("-m", "kvstore_bench", "io", "--help").stdout.split())
+    assert "kill -9" in text
+    assert "kvstore-bench-run-*.json" in text
 
 
 def test_options_reach_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -109,6 +109,49 @@ def test_a_busy_machine_is_said(spread: float, busy: bool) -> None:
     assert f"{spread:.0%} between the quartiles" in text
 
 
+def test_a_bar_that_a_noisy_run_misses_is_not_called_a_failure() -> None:
+    quiet, noisy = sample(), sample(machine={"ceiling_spread": 0.4})
+    said = {}
+    for name, report in (("quiet", quiet), ("noisy", noisy)):
+        out = io.StringIO()
+        report.print_table(out)
+        found, text = parsed(report)
+        said[name] = (out.getvalue(), "".join(found.text), text)
+    for text in said["noisy"][:2]:
+        assert "not met in this noisy run" in text
+        assert "NOT met" not in text
+        assert "1 of 3 bars is not met in this noisy run, which says little about kvstore; the exit status" in text
+    assert 'aria-label="a bar is not met in this noisy run"' in said["noisy"][2]
+    for text in said["quiet"][:2]:
+        assert "NOT met" in text
+        assert "noisy" not in text
+        assert "1 of 3 bars is not met; the exit status" in text
+
+
+def test_bars_all_met_need_no_sentence_about_it() -> None:
+    assert sample(figures={"io.file.get.16MiB.ratio": Figure(0.93, "ratio", "higher", 0.9)}).bars_missed == ""
+    assert sample(figures={}).bars_missed == ""
+
+
+def test_a_tick_means_a_bar_for_every_operation_beside_it() -> None:
+    get, put = Figure(0.93, "ratio", "higher", 0.9), Figure(0.93, "ratio", "higher", 0.85)
+    rows = [row("put", ratio=0.2), row()]
+    only_get = sample(rows=rows, figures={"io.file.get.16MiB.ratio": get})
+    both = sample(rows=rows, figures={"io.file.get.16MiB.ratio": get, "io.file.put.16MiB.ratio": put})
+    found, text = parsed(only_get)
+    said = "".join(found.text)
+    assert "✓" not in said
+    assert 'aria-label="verified; not every operation has a bar"' in text
+    assert "(4.07 GB/s) [bar ≥ 0.9: met], put reaches 0.20 of preadv at 16 MiB (4.07 GB/s) [no bar]" in said
+    assert "Without a bar here: file put." in said
+    out = io.StringIO()
+    only_get.print_table(out)
+    assert "without a bar here: file put\n" in out.getvalue()
+    found, _ = parsed(both)
+    assert "✓" in "".join(found.text)
+    assert "[no bar]" not in "".join(found.text)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

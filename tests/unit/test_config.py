@@ -198,6 +198,20 @@ def test_one_place_twice_needs_names() -> None:
     assert [config.backend_name(url) for url in config.remote_url] == ["a", "b"]
 
 
+@pytest.mark.parametrize("other", ["file:///a/", "file:////a", "file:///./a?name=b", "fs://x:0/a/"])
+def test_a_folder_twice_is_refused_under_any_name(other: str) -> None:
+    with pytest.raises(ConfigError, match=r"remote_url names file:///a twice; a folder is one backend, under any name"):
+        load(["file:///a", other])
+
+
+def test_every_spelling_of_a_folder_gets_its_options() -> None:
+    config = load("file:///a//b/", backend_options={"file:///a/./b/": {"lanes": 7}})
+    assert config.backend_name(config.remote_url[0]) == "file:///a/b"
+    given = config.backend_overrides(config.remote_url[0])["lanes"]
+    assert isinstance(given, Given)
+    assert given.value == 7
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvstore._lmcache as lmcache
@@ -125,10 +125,37 @@ names = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_
     st.dictionaries(names.filter(lambda n: not registry._SECRET_NAME.search(n)), names.filter(str.strip), max_size=3),
 )
 def test_any_path_and_options_survive_their_own_text(path: str, options: dict[str, str]) -> None:
-    url = BackendURL("file", "", f"/{path}", options)
-    assert parse_url(str(url)) == url
-    assert str(url).isascii()
-    assert not set(str(url)) & set(' "<>\n\t')
+    assume(".." not in path.split("/"))
+    for scheme in ("file", "node"):  # a folder's path, and one that is left as it is
+        url = BackendURL(scheme, "", f"/{path}", options)
+        assert parse_url(str(url)) == url
+        assert str(url).isascii()
+        assert not set(str(url)) & set(' "<>\n\t')
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["file:///a/b", "file:///a/b/", "file:////a//b", "file:///a/./b/.", "file:///a%2Fb%2F", "file:///./a/%2e/b//"],
+)
+def test_one_folder_has_one_name(text: str) -> None:
+    url = parse_url(text + "?lanes=2")
+    assert (url.path, url.base, str(url)) == ("/a/b", "file:///a/b", "file:///a/b?lanes=2")
+    assert url == BackendURL("file", "", "/a//b/", {"lanes": "2"})
+
+
+def test_only_the_paths_of_folders_are_normalised() -> None:
+    assert parse_url("s3://bucket//a/../b/").path == "//a/../b/"  # keys of S3, where all of this means itself
+    assert parse_url("file:///a/..b/...").path == "/a/..b/..."
+    assert parse_url("file://").path == ""
+    assert parse_url("file:///.//").path == "/"
+
+
+@pytest.mark.parametrize(
+    "text", ["file:///x/../a", "file:///a/..", "file:///a/%2e%2e/b", "file:///..", "fs://x:0/a/../b"]
+)
+def test_a_folder_is_not_named_by_dots(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"path of the file:// URL has '\.\.' in it"):
+        parse_urls(text)
 
 
 @pytest.mark.parametrize(
@@ -341,14 +368,18 @@ def test_a_missing_extra_says_what_to_install(module: Path, monkeypatch: pytest.
     (module / "kvstore_throwaway_a.py").write_text("import kvstore_no_such_library.client\n")
     entry = Scheme("kvstore_throwaway_a:B", "x://", "…", extra="s3", modules=("kvstore_no_such_library",))
     monkeypatch.setitem(SCHEMES, "x", entry)
-    with pytest.raises(ConfigError, match=r"x:// needs kvstore_no_such_library.*pip install 'kvstore\[s3\]'") as caught:
+    with pytest.raises(
+        ConfigError, match=r"x:// needs kvstore_no_such_library.*checkout run pip install .*'\.\[s3\]'$"
+    ) as caught:
         open_backend("x://")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_a_missing_module_of_an_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEMES, "x", Scheme("kvstore_throwaway_none.deep:B", "x://", "…", extra="ucx"))
-    with pytest.raises(ConfigError, match=r"needs kvstore_throwaway_none, .*pip install 'kvstore\[ucx\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs kvstore_throwaway_none, .*pip install -c constraints\.txt '\.\[ucx\]'"
+    ):
         open_backend("x://")
     monkeypatch.setitem(SCHEMES, "x", Scheme("kvstore_throwaway_none.deep:B", "x://", "…"))
     with pytest.raises(ConfigError, match=r"reinstall what provides kvstore_throwaway_none.deep:B"):
@@ -485,6 +516,12 @@ def test_a_given_value_shows_only_its_source() -> None:
     assert "hunter2" not in repr(Given("hunter2", "in f")) + str(Given("hunter2", "in f")) + repr(
         [Given("hunter2", "f")]
     )
+
+
+def test_nothing_says_to_install_the_other_project_of_that_name() -> None:
+    assert registry.install_hint("s3") == "pip install -c constraints.txt '.[s3]'"
+    assert registry.install_hint("s3") in scheme_manual()
+    assert "kvstore[" not in scheme_manual()
 
 
 def test_the_manual_has_every_scheme_and_option() -> None:

@@ -547,7 +547,7 @@ def test_the_command(moto: str, capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, moto: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, "aioboto3", None)
-    with pytest.raises(ConfigError, match=r"kvstore\[s3-async\]"):
+    with pytest.raises(ConfigError, match=r"checkout run pip install -c constraints.txt '\.\[s3-async\]'"):
         open_s3(moto, client="aioboto3")
 
 

@@ -1,7 +1,7 @@
 """The `kvstore-bench` command. A subcommand is one module with `add_arguments(parser)` and `run(args) -> int`.
 
 Exit status: 0 all verified · 1 something failed or came back wrong · 2 the command line, a URL or the environment
-makes no sense (one sentence on standard error) · 130 interrupted.
+makes no sense (one sentence on standard error) · 130 interrupted (Ctrl-C) · 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -73,15 +73,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         return _complain(f"{error.filename + ': ' if error.filename else ''}{error.strerror or error}")
-    except KeyboardInterrupt:
-        print("kvstore-bench: interrupted; what it had put is deleted again", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        ended = isinstance(stop, _Terminated)
+        print(
+            f"kvstore-bench: {'terminated' if ended else 'interrupted'}; what it had put is deleted again",
+            file=sys.stderr,
+        )
+        return 128 + (signal.SIGTERM if ended else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: everything is cleaned up as after Ctrl-C."""
+
+
 def _terminated(*_: object) -> None:
-    raise KeyboardInterrupt
+    raise _Terminated
 
 
 def _complain(message: str) -> int:

@@ -71,8 +71,8 @@ def _tiny(rows: Sequence[Row]) -> bool:
     return all(row.size_bytes < 1024 for row in rows) and len({row.size_bytes for row in rows}) == 1
 
 
-def verdict(scheme: str, rows: Sequence[Row]) -> str:
-    """One sentence about one URL: what it reaches, of what, where."""
+def verdict(scheme: str, rows: Sequence[Row], report: Report | None = None) -> str:
+    """One sentence about one URL: what it reaches, of what, where; with a report also each operation's own bar."""
     failed = sum(row.failed for row in rows)
     wrong = [row for row in rows if not row.verified]
     label = scheme.replace("store_", "store over ")
@@ -80,7 +80,9 @@ def verdict(scheme: str, rows: Sequence[Row]) -> str:
         sizes = ", ".join(dict.fromkeys(f"{row.op} {_spaced(row.size_bytes)}" for row in wrong))
         return f"{label}: not verified: {sizes}" + (f"; {failed} records failed." if failed else ".")
     if _tiny(rows):
-        each = " and ".join(f"{row.seconds / row.batch * 1e6:.1f} µs per key in a {row.op}" for row in rows)
+        each = " and ".join(
+            f"{row.seconds / row.batch * 1e6:.1f} µs per key in a {row.op}{_about_bar(row, report)}" for row in rows
+        )
         return f"{label}: {each} of {rows[0].batch} records of {_spaced(rows[0].size_bytes)}."
     parts = []
     for op in dict.fromkeys(row.op for row in reversed(rows)):
@@ -88,7 +90,7 @@ def verdict(scheme: str, rows: Sequence[Row]) -> str:
         row = next((row for row in some if row.size_bytes == 16 << 20), max(some, key=lambda row: row.size_bytes))
         parts.append(
             f"{op} reaches {row.ratio:.2f} of {row.ceiling.name} at {_spaced(row.size_bytes)} "
-            f"({speed(row.gbytes_per_s)} GB/s)"
+            f"({speed(row.gbytes_per_s)} GB/s){_about_bar(row, report)}"
         )
     tail = f"; {failed} records failed" if failed else ""
     return f"{label}: {', '.join(parts)}{tail}."
@@ -100,13 +102,33 @@ def _spaced(nbytes: int) -> str:
     return f"{name[:digits]} {name[digits:]}"
 
 
+def _figure_of(row: Row, report: Report) -> Figure | None:
+    """The figure with a bar for just this row."""
+    what = f"{row.op}.{size_name(row.size_bytes)}.ratio"
+    if _tiny([row]):
+        what = f"{'' if row.op == 'get' else 'put_'}overhead_us_per_key"
+    figure = report.figures.get(f"io.{row.scheme}.{what}")
+    return figure if figure is not None and figure.bar is not None else None
+
+
+def _about_bar(row: Row, report: Report | None) -> str:
+    if report is None:
+        return ""
+    figure = _figure_of(row, report)
+    return " [no bar]" if figure is None else f" [bar {_bar(figure)}: {report.verdict(figure)}]"
+
+
 def _verdict_item(scheme: str, rows: Sequence[Row], report: Report) -> str:
     figures = [figure for name, figure in report.figures.items() if name.split(".")[1] == scheme and figure.bar]
     good = all(row.verified and not row.failed for row in rows)
     missed = [figure for figure in figures if figure.met is False]
-    mark, kind = ("✗", "bad") if not good else ("!", "warn") if missed else ("✓", "good")
-    said = "wrong" if not good else "below its bar" if missed else "good"
-    label, _, rest = verdict(scheme, rows).partition(": ")
+    # A tick says that a bar is met for every operation in the sentence; a dot, that nothing is wrong.
+    barred = {row.op for row in rows if _figure_of(row, report) is not None}
+    every = barred == {row.op for row in rows}
+    mark, kind = ("✗", "bad") if not good else ("!", "warn") if missed else ("✓", "good") if every else ("·", "plain")
+    said = "wrong" if not good else f"a bar is {report.verdict(missed[0])}" if missed else "verified"
+    said += "" if every or not good else "; not every operation has a bar"
+    label, _, rest = verdict(scheme, rows, report).partition(": ")
     return (
         f'<li class="{kind}"><span class="mark" role="img" aria-label="{said}">{mark}</span>'
         f"<span><b>{escape(label)}</b>: {escape(rest)}</span></li>"
@@ -117,15 +139,18 @@ def _figures(report: Report) -> str:
     rows = [(name, figure) for name, figure in report.figures.items() if figure.bar is not None]
     if not rows:
         return ""
+    bare = f"Without a bar here: {', '.join(report.without_bar)}." if report.without_bar else ""
+    missed = f" {report.bars_missed[:1].upper()}{report.bars_missed[1:]}." if report.bars_missed else ""
     body = "".join(
         f"<tr><td><code>{escape(name)}</code></td><td>{_value(figure)}</td><td>{_bar(figure)}</td>"
-        f'<td class="{"good" if figure.met else "warn"}">{"yes" if figure.met else "no"}</td></tr>'
+        f'<td class="{"good" if figure.met else "warn"}">{escape(report.verdict(figure))}</td></tr>'
         for name, figure in rows
     )
     return (
         '<div class="card bars"><b>Figures with a bar</b><table><thead><tr><th scope="col">figure</th>'
         '<th scope="col">value</th><th scope="col">bar</th><th scope="col">reached</th></tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table>"
+        f'<p class="hint">A bar is for the operation that its name says. {escape(bare)}{escape(missed)}</p></div>'
     )
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from .ceilings import Lanes
     from .ceilings_http import HttpPlace
+    from .leftovers import Journal
     from .measure import Side
     from .report import Report, Row
     from .targets import Target
@@ -201,6 +202,7 @@ class _Run:
         from kvstore import __version__
 
         from .ceilings import Lanes
+        from .leftovers import Journal
         from .report import Report
 
         self.plan, self.stack, self.compare_clients = plan, stack, compare_clients
@@ -208,11 +210,13 @@ class _Run:
         self.report = Report("io", version=__version__)
         self.pool: Lanes = stack.enter_context(Lanes(MOST_LANES))
         self.run_id = secrets.token_hex(8)
+        self.journal: Journal = stack.enter_context(Journal(self.run_id))
         self.done = self.total = 0
         self.labels: dict[str, int] = {}
         self.spreads: list[float] = []
 
     def go(self, urls: Sequence[BackendURL], *, store: bool, command: str) -> Report:
+        from .leftovers import sweep
         from .machine import machine_facts
         from .workload import Region
 
@@ -221,6 +225,7 @@ class _Run:
         self.report.machine = machine_facts()
         begin = time.monotonic()
         pairs = list(self._open(urls, store=store))
+        self.report.notes += sweep(pairs)
         per_target = len(self.plan.sizes) * len(self.plan.ops)
         tiny = [target for target, _ in pairs if target.scheme == "store_memory"]
         self.total = per_target * sum(target not in tiny for target, _ in pairs) + 2 * len(tiny)
@@ -244,6 +249,7 @@ class _Run:
 
         if not urls:
             root = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-")))
+            self.journal.folder(str(root))
             (root / "file").mkdir()
             urls = [BackendURL("memory"), BackendURL("file", path=str(root / "file"))]
         for url in urls:
@@ -286,6 +292,7 @@ class _Run:
         if not (os.access(beside, os.W_OK) and os.stat(beside).st_dev == os.stat(root).st_dev):
             beside = root
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix=".kvstore-bench-raw-", dir=beside)))
+        self.journal.folder(str(folder))
         self._check_room(folder)
         from .machine import file_system
 
@@ -313,7 +320,8 @@ class _Run:
                 continue
             for op in self.plan.ops:
                 self._step(f"{target.scheme} {op} {size_name(size)}", 0)
-                row = self._row(target, op, size, count, place)
+                with self.journal.row(target, count):
+                    row = self._row(target, op, size, count, place)
                 self._step("", 1)
                 self._figure(row, f"{op}.{size_name(size)}.ratio", row.ratio, "ratio", "higher")
 
@@ -321,7 +329,8 @@ class _Run:
         """The whole store per key: 64 tiny records per call on `memory`, nothing subtracted."""
         for op in OPS:
             self._step(f"{target.scheme} {op}, 64 tiny records", 0)
-            row = self._row(target, op, TINY_BYTES, TINY_BATCH, None, tiny=True)
+            with self.journal.row(target, TINY_BATCH):
+                row = self._row(target, op, TINY_BYTES, TINY_BATCH, None, tiny=True)
             self._step("", 1)
             what = f"{'' if op == 'get' else 'put_'}overhead_us_per_key"
             self._figure(row, what, row.seconds / TINY_BATCH * 1e6, "us/key", "lower")
@@ -361,7 +370,9 @@ class _Run:
 
         plan = self.plan
         names = f"{self.run_id}/{target.scheme}/{op}"
-        work = Workload(*self.regions, count=count, nbytes=size, make_key=target.key, run_id=names)
+        work = Workload(
+            *self.regions, count=count, nbytes=size, make_key=target.key, run_id=names, announce=self.journal.batch
+        )
         ceiling = self._ceiling(op, work.new_keys(), work, place, tiny=tiny)
         ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S)
         same = place is None and not target.whole
@@ -421,6 +432,11 @@ def _sizes(text: str) -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvstore-bench io`."""
+    parser.epilog = (
+        "What a run has put is deleted at its end, also after Ctrl-C and SIGTERM. A run that was killed (kill -9) "
+        "leaves at most one batch and its temporary folders; they are listed in kvstore-bench-run-*.json in the "
+        "temporary folder ($TMPDIR), and the next run of the same URL on this machine removes them."
+    )
     parser.add_argument("urls", nargs="*", metavar="URL", help="backends to measure; none: memory:// and file:// here")
     parser.add_argument("--sizes", metavar="LIST", help="record sizes, e.g. 64KiB,1MiB,16MiB (default 64KiB…64MiB)")
     parser.add_argument("--batch", type=int, metavar="N", help="records per pass (default 4 to 64, by size)")
@@ -446,12 +462,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="limit of the working set (default 1GiB)")
     parser.add_argument("--json", metavar="FILE", help="write rows and figures as JSON; - is standard output")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page with plots")
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page with plots; - is standard output")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_io` raises."""
-    _check_writable(args.json, args.html)
+    if args.json == args.html == "-":
+        raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
+    _prepare_outputs(args.json, args.html)
     ops = [part.strip() for part in args.ops.split(",") if part.strip()]
     with progress_bar() as progress:
         report = run_io(
@@ -468,23 +486,32 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             command=_command(args),
         )
-    report.print_table(sys.stderr if args.json == "-" else sys.stdout)
+    report.print_table(sys.stderr if "-" in (args.json, args.html) else sys.stdout)
     if args.json:
         report.write_json(args.json)
     if args.html:
         report.write_html(args.html)
+    if args.html and args.html != "-":
         print(f"wrote {args.html}", file=sys.stderr)
     return 0 if report.ok else 1
 
 
-def _check_writable(*paths: str | None) -> None:
-    """Before minutes of measuring, not after: the folders of the outputs exist and can be written to."""
+def _prepare_outputs(*paths: str | None) -> None:
+    """Before minutes of measuring, not after: the folders of the outputs are there and can be written to."""
     for path in paths:
         if not path or path == "-":
             continue
-        place = path if os.path.exists(path) else os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.access(place, os.W_OK):
-            raise ConfigError(f"cannot write to {path!r}: it is a folder, its folder is missing, or access is denied")
+        if os.path.isdir(path):
+            raise ConfigError(f"cannot write to {path!r}: it is a folder; name a file")
+        folder = os.path.dirname(path) or "."
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {path!r}: its folder is missing and cannot be made: {error.strerror}"
+            ) from error
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ConfigError(f"cannot write to {path!r}: access is denied")
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -117,6 +117,35 @@ class Report:
             "measure again on a quiet one before quoting a ratio"
         )
 
+    def verdict(self, figure: Figure) -> str:
+        """What to say about a figure's bar: a noisy run can show that it is met, not that it is not; "" without one."""
+        if figure.met is None:
+            return ""
+        return "met" if figure.met else "not met in this noisy run" if self.caution else "NOT met"
+
+    @property
+    def bars_missed(self) -> str:
+        """A sentence if bars are not met, which the exit status says nothing about; else ""."""
+        barred = [figure for figure in self.figures.values() if figure.bar is not None]
+        missed = sum(not figure.met for figure in barred)
+        if not missed:
+            return ""
+        noisy = " in this noisy run, which says little about kvstore" if self.caution else ""
+        return (
+            f"{missed} of {len(barred)} bars {'is' if missed == 1 else 'are'} not met{noisy}; the exit status does not "
+            "depend on it, only on whether everything was verified"
+        )
+
+    @property
+    def without_bar(self) -> list[str]:
+        """What was measured and has no bar to meet, e.g. "memory put"."""
+        barred = {
+            (parts[1], "put" if parts[2].startswith("put") else "get")
+            for parts in (name.split(".") for name, figure in self.figures.items() if figure.bar is not None)
+        }
+        measured = dict.fromkeys((row.scheme, row.op) for row in self.rows)
+        return [f"{scheme} {op}" for scheme, op in measured if (scheme, op) not in barred]
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON document as plain values."""
         return {
@@ -146,9 +175,13 @@ class Report:
             Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def write_html(self, path: str) -> None:
-        """Write the self-contained page. Raises `OSError`."""
+        """Write the self-contained page to a file, or to standard output for "-". Raises `OSError`."""
         from .html import page
 
+        if path == "-":
+            sys.stdout.write(page(self))
+            sys.stdout.flush()
+            return
         Path(path).write_text(page(self), encoding="utf-8")
 
     def print_table(self, out: TextIO) -> None:
@@ -161,10 +194,13 @@ class Report:
             if figure.bar is not None:
                 sign = "≥" if figure.better == "higher" else "≤"
                 unit = "" if figure.unit == "ratio" else f" {figure.unit}"
-                verdict = "met" if figure.met else "NOT met"
-                out.write(f"{name} = {figure.value:.3g}{unit}  (bar {sign} {figure.bar:g}: {verdict})\n")
+                out.write(f"{name} = {figure.value:.3g}{unit}  (bar {sign} {figure.bar:g}: {self.verdict(figure)})\n")
+        if self.without_bar and any(figure.bar is not None for figure in self.figures.values()):
+            out.write(f"without a bar here: {', '.join(self.without_bar)}\n")
         if self.caution:
             out.write(f"caution: {self.caution}\n")
+        if self.bars_missed:
+            out.write(f"{self.bars_missed}\n")
         for note in self.notes:
             out.write(f"note: {note}\n")
         out.flush()

@@ -87,6 +87,7 @@ class Workload:
         sources, destinations: regions with room for the batch (`Workload.room`).
         make_key: name → key.
         run_id: unique per run and row; part of every name.
+        announce: told the names' common beginning before a batch of names is used (each is `beginning/index`).
     """
 
     def __init__(
@@ -98,12 +99,14 @@ class Workload:
         nbytes: int,
         make_key: Callable[[str], Key],
         run_id: str,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self.count, self.nbytes = count, nbytes
         self.sources = sources.slots(count, nbytes)
         self.destinations = destinations.slots(count, nbytes)
         self._destination_region = destinations
         self._make_key = make_key
+        self._announce = announce
         self._prefix = f"kvstore-bench/{run_id}/{nbytes}"
         self._serial = itertools.count()
         _fill(self.sources, seed=nbytes)
@@ -115,8 +118,10 @@ class Workload:
 
     def new_keys(self) -> list[Key]:
         """Keys never used before, one per record; the sources are stamped with them."""
-        serial = next(self._serial)
-        keys = [self._make_key(f"{self._prefix}/{serial}/{index}") for index in range(self.count)]
+        prefix = f"{self._prefix}/{next(self._serial)}"
+        if self._announce is not None:
+            self._announce(prefix)
+        keys = [self._make_key(f"{prefix}/{index}") for index in range(self.count)]
         for key, source in zip(keys, self.sources, strict=True):
             mark = stamp(key, self.nbytes)
             source[: len(mark)] = mark

@@ -32,7 +32,7 @@ from .oscalls import LOCAL_FILE_SYSTEMS, OsCalls
 from .publish import Publisher
 from .reader import Failures, Reader
 from .records import Removal, remove_record, set_aside
-from .root import Sweep, open_root, probe_direct, revive_root, start_sweep
+from .root import Sweep, folder_identity, open_root, probe_direct, revive_root, start_sweep
 from .transfer import DeadlinePassed, Direct
 from .tree import Marker, walk
 
@@ -52,8 +52,9 @@ class FileBackend(Backend):
 
     Args:
         root: the folder; made if it is not there. Other files in it are never touched.
-        nbytes: cap on the bytes stored, or None for no cap and no accounting at all. All processes on one folder should
-            be given the same cap; they share one counter where the file system has locks, else each has its own.
+        nbytes: cap on the bytes stored, or None for no cap and no accounting at all. All processes on one folder must
+            be given the same cap: one without counts nothing, so what it stores is neither seen nor held back. They
+            share one counter where the file system has locks, else each has its own.
         policy: who goes first when the cap is reached (`kvstore.eviction`).
         fsync: "off": the operating system writes when it likes (a record that a power failure cut is found by its
             checksum, and is a miss); "data": the bytes are on the device before put says OK; "full": the name too.
@@ -64,12 +65,16 @@ class FileBackend(Backend):
         calls: system calls, for tests.
 
     Raises:
-        ConfigError: the root is a file or cannot be made or read, or an argument makes no sense.
+        ConfigError: the root is a file or `/`, or cannot be made or read, or an argument makes no sense.
         TransientError: another process holds the usage counter for a minute.
     """
 
     options = (
-        Option("bytes", "size", None, "Cap on the stored bytes; not set: no cap and no accounting.", minimum=1),
+        Option(
+            "bytes", "size", None,
+            "Cap on the stored bytes; not set: no cap and no accounting. Every process on the folder must give the "
+            "same cap: what one without it stores is not counted, and the folder outgrows the cap.", minimum=1,
+        ),
         Option(
             "policy", "choice", "lru", "Which records go first when the cap is reached; none: new ones are refused.",
             choices=tuple(POLICIES),
@@ -119,6 +124,7 @@ class FileBackend(Backend):
         self._held = _Held(self._root, Marker(self._calls, new_writer_name))
         self._finalizer = weakref.finalize(self, self._held.close)  # for those who forget close(), and at exit
         try:
+            self.identity = folder_identity(self._root)
             system = self._calls.file_system(self._root)
             self._local = system in LOCAL_FILE_SYSTEMS
             self._direct = Direct(direct, self._calls, self._counters.add, self.name)
@@ -335,6 +341,7 @@ class FileBackend(Backend):
         try:
             capacity.reserve(reserved, deadline)
         except KVStoreError as error:
+            self._failures.notice(error.cause)
             for index, _ in wave:
                 outcomes[index] = Outcome.failed(error)
             return

@@ -131,8 +131,15 @@ class Capacity:
                 raise TransientError(
                     "the deadline passed while counting the folder", backend=self._name, operation="open"
                 )
+            before = self._usage.in_use
             try:
                 self._make_room(0, deadline)
+                if before > self.cap:
+                    logger.warning(
+                        "%s: the folder held %d bytes, more than its capacity of %d bytes; records were evicted. Every "
+                        "process on it must be given the same capacity",
+                        self._name, before, self.cap,
+                    )  # fmt: skip
             except (KVStoreError, OSError) as error:
                 logger.warning(
                     "%s: the folder holds more than its capacity of %d bytes: %s", self._name, self.cap, error

@@ -77,6 +77,10 @@ class OsCalls:
     def scandir(self, fd: int) -> contextlib.AbstractContextManager[Iterator[os.DirEntry[str]]]:
         return os.scandir(fd)
 
+    def may_write(self, folder: int) -> bool:
+        """Whether this process may make files in a folder: its mode, its owner, and whether the mount is read-only."""
+        return os.access(".", os.W_OK | os.X_OK, dir_fd=folder, effective_ids=True)
+
     def _probe(self) -> bool:
         """Whether openat2 works: old kernels say ENOSYS, some sandboxes EPERM."""
         try:

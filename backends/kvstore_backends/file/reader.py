@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,22 +23,40 @@ from .transfer import DeadlinePassed, Direct, Range, read_ranges
 
 __all__ = ["Failures", "Reader"]
 
+logger = logging.getLogger("kvstore.file")
+
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking: opening a planted FIFO must not hang
 _STAT_FLAGS = os.O_PATH | os.O_NOFOLLOW
 _SEEN = 4096
+_NOT_WRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 
 
 class Failures:
-    """Outcomes of what failed: the one place where an `OSError` becomes an error of ours."""
+    """Outcomes of what failed: the one place where an `OSError` becomes an error of ours.
+
+    A store takes failed puts in its stride, so the first one that says that the folder is full or may not be written
+    is logged: a store that keeps nothing would go unnoticed.
+    """
 
     def __init__(self, name: str, path: str) -> None:
         self._name = name
         self._path = path
+        self._warned = threading.Lock()  # taken for good by the first to warn; never waited for
+
+    def notice(self, error: BaseException | None) -> None:
+        """What a put failed with: warn, once."""
+        if isinstance(error, OSError) and error.errno in _NOT_WRITABLE and self._warned.acquire(blocking=False):
+            logger.warning(
+                "%s: storing in %s fails: %s [%s]; this is said once, further puts may fail as well",
+                self._name, self._path, error.strerror, errno.errorcode[error.errno],
+            )  # fmt: skip
 
     def late(self, operation: str, key: Key) -> Outcome:
         return Outcome.failed(TransientError("the deadline passed", backend=self._name, operation=operation, key=key))
 
     def of(self, error: OSError, operation: str, key: Key) -> Outcome:
+        if operation == "put":
+            self.notice(error)
         what = f"{operation} {self._path}/{record_path(key)}"
         return Outcome.failed(from_os_error(error, backend=self._name, operation=operation, key=key, what=what))
 

@@ -17,7 +17,7 @@ from .oscalls import OsCalls
 from .transfer import ALIGNMENT, Direct
 from .tree import FOLDER_FLAGS, HANDLE_FLAGS, Leaf, dead_writers, forget_writers, sweep_leaf, walk
 
-__all__ = ["Sweep", "open_root", "probe_direct", "revive_root", "start_sweep"]
+__all__ = ["Sweep", "folder_identity", "open_root", "probe_direct", "revive_root", "start_sweep"]
 
 logger = logging.getLogger("kvstore.file")
 
@@ -30,8 +30,11 @@ def open_root(calls: OsCalls, path: str, name: str) -> int:
     where the root lies is the operator's business.
 
     Raises:
-        ConfigError: it is a file, cannot be made or read, or holds a format that we do not know.
+        ConfigError: it is a file or the root of the file system, cannot be made or read, or holds a format that we do
+            not know.
     """
+    if not path.strip("/"):
+        raise _is_slash(path, name)
     try:
         os.makedirs(path, exist_ok=True)
         root = calls.open(path, FOLDER_FLAGS)
@@ -44,11 +47,31 @@ def open_root(calls: OsCalls, path: str, name: str) -> int:
             backend=name, operation="open", cause=error,
         ) from error  # fmt: skip
     try:
+        if folder_identity(root) == _identity(os.stat("/")):
+            raise _is_slash(path, name)
         _check_format(calls, root, path, name)
     except BaseException:
         calls.close(root)
         raise
+    if not calls.may_write(root):
+        logger.warning("%s: the folder %s is read-only for this process: it reads records and stores none", name, path)
     return root
+
+
+def _is_slash(path: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is the root of the file system; name a folder of its own for records, for instance file:///mnt/kv",
+        backend=name, operation="open",
+    )  # fmt: skip
+
+
+def _identity(found: os.stat_result) -> tuple[str, int, int]:
+    return "folder", found.st_dev, found.st_ino
+
+
+def folder_identity(root: int) -> tuple[str, int, int]:
+    """The same for two descriptors of one folder, whatever links or bind mounts their paths went through."""
+    return _identity(os.fstat(root))
 
 
 def _check_format(calls: OsCalls, root: int, path: str, name: str) -> None:

@@ -1,4 +1,5 @@
-"""aioboto3 as it is, behind the same seam: for services that have it anyway. Needs `pip install 'kvstore[s3-async]'`.
+"""aioboto3 as it is, behind the same seam: for services that have it anyway. Needs
+`pip install -c constraints.txt '.[s3-async]'` in this project's checkout.
 
 It runs on a loop of its own, in a thread of its own. Every call is under its deadline, and `Expect: 100-continue` is
 stripped: with it a PUT to a silent server hangs for ever (aio-libs/aiobotocore#1001).
@@ -18,6 +19,7 @@ from botocore import xform_name
 from botocore.exceptions import ClientError
 
 from kvstore.errors import ConfigError
+from kvstore.registry import install_hint
 
 from .client import BodyBroken, Client, Found, Got, Source, age_of
 from .http import LinkError
@@ -80,7 +82,8 @@ class AioClient(Client):
             import aiobotocore.config
         except ImportError as error:
             raise ConfigError(
-                "client=aioboto3 needs aioboto3, which is not installed: pip install 'kvstore[s3-async]'"
+                "client=aioboto3 needs aioboto3, which is not installed: in this project's checkout run "
+                f"{install_hint('s3-async')}"
             ) from error
         self._aioboto3, self._config = aioboto3, aiobotocore.config.AioConfig
         self._settings = settings
