@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,31 @@ def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_what_a_killed_run_left_in_a_bucket_is_removed_by_the_next(null_server: NullServer, tmp_path: Path) -> None:
+    """kill -9 while both sides of a row hold objects: ours and those of the raw ceiling."""
+    program = (
+        "import os, sys, signal\n"
+        "from kvstore_bench import cli, measure\n"
+        "measure.percentile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"  # first called after the timed passes
+        "sys.exit(cli.main(['io', *sys.argv[1:]]))\n"
+    )
+    words = [url_of(null_server), "--sizes", "4KiB", "--batch", "4", "--lanes", "1", "--ops", "get", "--quick"]
+    environment = {
+        **os.environ, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hunter2-secret", "TMPDIR": str(tmp_path),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
+    common: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "env": environment}
+    killed = subprocess.run([sys.executable, "-c", program, *words], check=False, **common)
+    assert killed.returncode == -9, killed.stderr
+    left = objects_in(null_server)
+    assert len(left) == 8
+    assert sum("kvstore-bench-raw" in name for name in left) == 4
+    (journal,) = tmp_path.iterdir()
+    assert "hunter2" not in journal.read_text(encoding="utf-8")
+    done = subprocess.run([sys.executable, "-W", "error", "-m", "kvstore_bench", "io", *words], check=False, **common)
+    assert done.returncode == 0, done.stderr
+    assert "removed 4 records that a killed run had left in s3://" in done.stdout
+    assert objects_in(null_server) == []
+    assert not list(tmp_path.iterdir())
