@@ -3,7 +3,6 @@ until one has it (or to all of them); the caller's memory takes no part in it.""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +17,7 @@ from .scheduler import Batch, Job, Priority, deadline_passed
 from .staged import Stager, call_get
 from .targets import Target, attempt
 
-__all__ = ["Asker", "delete", "lease", "stat"]
-
-logger = logging.getLogger("kvstore.asks")
+__all__ = ["Asker", "delete", "stat"]
 
 Call = Callable[[Target, Sequence[Key], float], Sequence[Any]]
 """One call of a backend: (target, keys, deadline) → an `Outcome`, or what was found, for each key."""
@@ -112,6 +109,8 @@ class _Question:
                 final.append((index, best[index]))
         if more and self._batch.alive:  # before callbacks run: one that takes its time holds nobody up
             self.ask(more, number + 1)
+            if not self._batch.alive:  # it gave up just before there were jobs that could be withdrawn
+                self.leave()
         for late in self._batch.settle(final):
             if isinstance(late, Buffer):
                 late.release()
@@ -169,6 +168,44 @@ class Asker:
             self._stager.quarantine(target, key, deadline)
             return MISS
 
+    def lease(self, target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any]:
+        """Leases on whole records stored raw, verified; MISS for others. A record that proves corrupt, and again when it
+        is read, is quarantined, as by a read."""
+        leases = target.backend.lease(keys, deadline=deadline)
+        results: list[Any] = [MISS] * len(keys)
+        try:
+            if len(leases) != len(keys):
+                raise TransientError(f"it gave {len(leases)} leases for {len(keys)} keys", backend=target.name)
+            for index, (key, buffer) in enumerate(zip(keys, leases, strict=True)):
+                if buffer is None:
+                    continue
+                nbytes = len(buffer.view)
+                try:
+                    if _all_raw(buffer.view, key):
+                        results[index] = buffer
+                    else:
+                        buffer.release()
+                except CorruptRecord:
+                    buffer.release()  # it must not keep the record from being put aside
+                    self._condemn(target, key, nbytes, deadline)
+        except BaseException:
+            for buffer in leases:
+                if buffer is not None:
+                    buffer.release()
+            raise
+        return results
+
+    def _condemn(self, target: Target, key: Key, nbytes: int, deadline: float) -> None:
+        """Read a record of which a lease looked corrupt into memory of our own; quarantine it if it is corrupt."""
+        memory = memoryview(bytearray(nbytes))
+        (outcome,) = call_get(target, [Read(key, memory)], deadline)
+        if outcome.status is not Status.OK:
+            return
+        try:
+            _all_raw(memory[: outcome.nbytes], key)
+        except CorruptRecord:
+            self._stager.quarantine(target, key, deadline)
+
 
 def stat(target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any]:
     return target.backend.stat(keys, deadline=deadline)
@@ -178,35 +215,10 @@ def delete(target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any
     return target.backend.delete(keys, deadline=deadline)
 
 
-def lease(target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any]:
-    """Leases on whole records stored raw, verified; MISS for others."""
-    leases = target.backend.lease(keys, deadline=deadline)
-    try:
-        if len(leases) != len(keys):
-            raise TransientError(f"it gave {len(leases)} leases for {len(keys)} keys", backend=target.name)
-        good = [buffer is not None and _is_good(target, key, buffer) for key, buffer in zip(keys, leases, strict=True)]
-    except BaseException:
-        for buffer in leases:
-            if buffer is not None:
-                buffer.release()
-        raise
-    results: list[Any] = []
-    for buffer, keep in zip(leases, good, strict=True):
-        if buffer is not None and not keep:
-            buffer.release()
-        results.append(buffer if keep else MISS)
-    return results
-
-
-def _is_good(target: Target, key: Key, buffer: Buffer) -> bool:
-    """True if a lease holds a whole record of `key`, stored raw."""
-    view = buffer.view
-    try:
-        return all(
-            segment.codec == RAW
-            and checksum(view[segment.offset : segment.offset + segment.length]) == segment.checksum
-            for segment in parse_header(view, key=key, nbytes=len(view)).segments
-        )
-    except CorruptRecord as error:
-        logger.warning("corrupt record %s… in %s: %s", key[:6].hex(), target.name, error)
-        return False
+def _all_raw(view: memoryview, key: Key) -> bool:
+    """Verify a whole record; True if all of it is stored raw. Raises `CorruptRecord` if it is not what it should be."""
+    header = parse_header(view, key=key, nbytes=len(view))
+    for segment in header.segments:
+        if checksum(view[segment.offset : segment.offset + segment.length]) != segment.checksum:
+            raise CorruptRecord("a segment's checksum is wrong", operation="lease", key=key)
+    return all(segment.codec == RAW for segment in header.segments)

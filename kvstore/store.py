@@ -133,11 +133,13 @@ class Store:
         """Read-only leases on whole records that already lie in host memory, without a copy; None for all others.
 
         The view begins with the record's header: `kvstore.record.parse_header` tells where its segments are. Header
-        and segments are verified. Encoded records are not leased. The caller releases each buffer.
+        and segments are verified; damaged records are quarantined, as by a get. Encoded records are not leased. The
+        caller releases each buffer.
         """
         _check_keys(keys)
+        asker = self._machinery.asker
         batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
-        self._machinery.asker.submit(batch, keys, asks.lease, "lease", first_hit=True)
+        asker.submit(batch, keys, asker.lease, "lease", first_hit=True)
         return batch.completion
 
     def submit_delete(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:

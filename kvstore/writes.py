@@ -167,8 +167,6 @@ class Writer:
         Raises:
             ClosedError: a `hold` was released.
         """
-        if wait:
-            self._await_room(batch, sum(put.nbytes for put in puts))
         try:
             pin_all([put.item.hold for put in puts if put.item.hold is not None])
         except ClosedError as error:
@@ -177,7 +175,7 @@ class Writer:
         batch.begin(len(puts))
         fresh: list[Put] = []
         try:
-            self._enter(batch, puts, priority, fresh)
+            self._enter(batch, puts, priority, fresh, wait=wait)
             self._dispatch(fresh)
         except BaseException:  # an interrupt: nobody may wait for a put that never starts
             self._ground(fresh)
@@ -185,17 +183,23 @@ class Writer:
         batch.on_give_up(lambda: self._leave(batch, puts))
 
     def _await_room(self, batch: Batch, nbytes: int) -> None:
-        with self._less:
-            while self._queued and self._queued + nbytes > self._queue_bytes and batch.alive:
-                if not self._less.wait(seconds_left(batch.deadline)):
-                    return
+        """Called with the lock held, which it keeps from its last look at the queue on: the room is the caller's."""
+        while self._queued and self._queued + nbytes > self._queue_bytes and batch.alive:
+            if not self._less.wait(seconds_left(batch.deadline)):
+                return
 
-    def _enter(self, batch: Batch, puts: Sequence[Put], priority: Priority, fresh: list[Put]) -> None:
+    def _enter(self, batch: Batch, puts: Sequence[Put], priority: Priority, fresh: list[Put], *, wait: bool) -> None:
         refused: list[Put] = []
         urgent: list[_WriteJob] = []
         for index, put in enumerate(puts):
             put.batch, put.index, put.priority = batch, index, priority
         with self._less:
+            if wait:
+                try:
+                    self._await_room(batch, sum(put.nbytes for put in puts))
+                except BaseException:  # an interrupt: all of them end
+                    fresh += puts
+                    raise
             for put in puts:
                 host = self._current.get(put.key)
                 if host is not None:

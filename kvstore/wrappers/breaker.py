@@ -30,12 +30,122 @@ Probe = Callable[[Backend, float], bool]
 """Asks a backend, within a deadline (absolute monotonic seconds), whether it is back."""
 
 
+_READS = frozenset({"stat", "get"})
+"""Of the operations with outcomes those that count as reads; the others are writes."""
+
+
 class BreakerState(enum.Enum):
     """What a breaker does with calls. The value is that of the gauge `kvstore_breaker_state`."""
 
     CLOSED = 0  # lets all through
     HALF_OPEN = 1  # one probe is under way, the others are refused
     OPEN = 2  # refuses all until the interval is over
+
+
+class _Circuit:
+    """The state of a breaker for one side of a backend: its reads, or its writes.
+
+    Attributes:
+        state: what it does with calls now.
+        epoch: number of changes of state.
+    """
+
+    def __init__(self, breaker: BreakerBackend, side: str) -> None:
+        self._breaker = breaker
+        self._side = side
+        self._lock = threading.Lock()
+        self.state = BreakerState.CLOSED
+        self.epoch = 0
+        self._failures = 0  # in a row
+        self._interval = breaker._open_for
+        self._next_probe = 0.0  # clock time from which a call may probe
+        self._opened = 0.0  # clock time
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        if self.state is BreakerState.HALF_OPEN:  # the thread that probes is in the parent
+            self._next_probe = self._breaker._clock()
+
+    def admit(self) -> tuple[int, bool] | None:
+        """(epoch, is a probe) for a call that may go through; None if it is refused."""
+        epoch = self.epoch  # no lock on the usual path; a stale view is sorted out by the epoch
+        if self.state is BreakerState.CLOSED:
+            return epoch, False
+        with self._lock:
+            if self.state is BreakerState.CLOSED:
+                return self.epoch, False
+            now = self._breaker._clock()
+            if now < self._next_probe:
+                return None
+            if self.state is BreakerState.HALF_OPEN:  # the probe before this one never answered
+                self._interval = min(self._interval * 2, self._breaker._max_open_for)
+            self._next_probe = now + self._breaker._max_open_for  # from then on this probe is given up
+            self._become(BreakerState.HALF_OPEN)
+            return self.epoch, True
+
+    def _become(self, state: BreakerState) -> None:
+        """Called with the lock held."""
+        self.state = state
+        self.epoch += 1
+        if self._breaker._metrics is not None:
+            changed: Change = ("kvstore_breaker_changes_total", (self._breaker.name, self._side, state.name.lower()), 1)
+            now: Change = ("kvstore_breaker_state", (self._breaker.name, self._side), state.value)
+            self._breaker._metrics.update((changed, now))
+
+    def settle(self, epoch: int, failed: bool | None, error: KVStoreError | None = None) -> None:
+        """Take in how a call ended. `failed` None: it says nothing about the backend."""
+        if failed is False and not self._failures and self.state is BreakerState.CLOSED:
+            return
+        opened = closed = False
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            now = self._breaker._clock()
+            if self.state is BreakerState.HALF_OPEN:
+                if failed is False:
+                    closed = True
+                    self._close_breaker()
+                else:
+                    self._open(now, grow=bool(failed))
+                    if failed is None:  # nothing learnt: the next call probes
+                        self._next_probe = now
+            elif failed is False:
+                self._failures = 0
+            elif failed:
+                self._failures += 1
+                if self._failures >= self._breaker._threshold:
+                    opened = True
+                    self._opened = now
+                    self._open(now, grow=False)
+            down = now - self._opened
+        if opened:
+            logger.warning(
+                "breaker for %s of backend %s opens after %d failed calls: %s",
+                self._side,
+                self._breaker.name,
+                self._breaker._threshold,
+                error or "no answer",
+            )
+        if closed:
+            logger.info(
+                "breaker for %s of backend %s closes: it answers again after %.1f s",
+                self._side,
+                self._breaker.name,
+                down,
+            )
+
+    def _open(self, now: float, *, grow: bool) -> None:
+        """Called with the lock held."""
+        if grow:
+            self._interval = min(self._interval * 2, self._breaker._max_open_for)
+        self._next_probe = now + self._interval * (0.5 + 0.5 * self._breaker._rng())
+        self._become(BreakerState.OPEN)
+
+    def _close_breaker(self) -> None:
+        """Called with the lock held."""
+        self._failures = 0
+        self._interval = self._breaker._open_for
+        self._become(BreakerState.CLOSED)
 
 
 class BreakerBackend(Wrapper):
@@ -47,6 +157,9 @@ class BreakerBackend(Wrapper):
     in a row the breaker opens. OK, MISS, EXISTS, and permanent errors (too large, access denied) are definite
     answers. What says nothing about the backend is not counted: an empty batch, a `PoolExhausted`, a wait for a slot
     of `LimitedBackend`, a call whose deadline had passed before it began.
+
+    Reads (stat, get, lease, list) and writes (put, delete, quarantine) are counted apart, each with a state of their own:
+    a backend that is full, read-only or slow to write still serves what it has.
 
     Open, it answers each item with a `TransientError` ("breaker open") within microseconds; `lease` with None, `list`
     by raising it. The interval is random between a half and the whole of `open_for`, which doubles with every failed
@@ -110,98 +223,26 @@ class BreakerBackend(Wrapper):
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
-        self._lock = threading.Lock()
-        self._state = BreakerState.CLOSED
-        self._epoch = 0  # number of changes of state
-        self._failures = 0  # in a row
-        self._interval = open_for
-        self._next_probe = 0.0  # clock time from which a call may probe
-        self._opened = 0.0  # clock time
+        self._reads, self._writes = _Circuit(self, "reads"), _Circuit(self, "writes")
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-        if self._state is BreakerState.HALF_OPEN:  # the thread that probes is in the parent
-            self._next_probe = self._clock()
+        for circuit in (self._reads, self._writes):
+            circuit.after_fork()
 
     @property
     def state(self) -> BreakerState:
-        """What it does with calls now. OPEN after the interval means that the next call probes."""
-        return self._state
+        """What it does with calls now: the worse of `read_state` and `write_state`."""
+        return max(self.read_state, self.write_state, key=lambda state: state.value)
 
-    def _admit(self) -> tuple[int, bool] | None:
-        """(epoch, is a probe) for a call that may go through; None if it is refused."""
-        epoch = self._epoch  # no lock on the usual path; a stale view is sorted out by the epoch
-        if self.state is BreakerState.CLOSED:
-            return epoch, False
-        with self._lock:
-            if self._state is BreakerState.CLOSED:
-                return self._epoch, False
-            now = self._clock()
-            if now < self._next_probe:
-                return None
-            if self._state is BreakerState.HALF_OPEN:  # the probe before this one never answered
-                self._interval = min(self._interval * 2, self._max_open_for)
-            self._next_probe = now + self._max_open_for  # from then on this probe is given up
-            self._become(BreakerState.HALF_OPEN)
-            return self._epoch, True
+    @property
+    def read_state(self) -> BreakerState:
+        """What it does with stat, get, lease and list. OPEN after the interval means that the next call probes."""
+        return self._reads.state
 
-    def _become(self, state: BreakerState) -> None:
-        """Called with the lock held."""
-        self._state = state
-        self._epoch += 1
-        if self._metrics is not None:
-            changed: Change = ("kvstore_breaker_changes_total", (self.name, state.name.lower()), 1)
-            now: Change = ("kvstore_breaker_state", (self.name,), state.value)
-            self._metrics.update((changed, now))
-
-    def _settle(self, epoch: int, failed: bool | None, error: KVStoreError | None = None) -> None:
-        """Take in how a call ended. `failed` None: it says nothing about the backend."""
-        if failed is False and not self._failures and self._state is BreakerState.CLOSED:
-            return
-        opened = closed = False
-        with self._lock:
-            if epoch != self._epoch:
-                return
-            now = self._clock()
-            if self._state is BreakerState.HALF_OPEN:
-                if failed is False:
-                    closed = True
-                    self._close_breaker()
-                else:
-                    self._open(now, grow=bool(failed))
-                    if failed is None:  # nothing learnt: the next call probes
-                        self._next_probe = now
-            elif failed is False:
-                self._failures = 0
-            elif failed:
-                self._failures += 1
-                if self._failures >= self._threshold:
-                    opened = True
-                    self._opened = now
-                    self._open(now, grow=False)
-            down = now - self._opened
-        if opened:
-            logger.warning(
-                "breaker of backend %s opens after %d failed calls: %s",
-                self.name,
-                self._threshold,
-                error or "no answer",
-            )
-        if closed:
-            logger.info("breaker of backend %s closes: it answers again after %.1f s", self.name, down)
-
-    def _open(self, now: float, *, grow: bool) -> None:
-        """Called with the lock held."""
-        if grow:
-            self._interval = min(self._interval * 2, self._max_open_for)
-        self._next_probe = now + self._interval * (0.5 + 0.5 * self._rng())
-        self._become(BreakerState.OPEN)
-
-    def _close_breaker(self) -> None:
-        """Called with the lock held."""
-        self._failures = 0
-        self._interval = self._open_for
-        self._become(BreakerState.CLOSED)
+    @property
+    def write_state(self) -> BreakerState:
+        """What it does with put, delete and quarantine, likewise."""
+        return self._writes.state
 
     def _refusal(self, operation: str, items: int) -> TransientError:
         if self._metrics is not None and items:
@@ -209,7 +250,7 @@ class BreakerBackend(Wrapper):
         return TransientError("breaker open: the backend failed and is left alone", backend=self.name,
                               operation=operation)  # fmt: skip
 
-    def _asked(self, epoch: int, deadline: float) -> bool:
+    def _asked(self, circuit: _Circuit, epoch: int, deadline: float) -> bool:
         """Ask the probe function. False: the backend is not back."""
         if self._probe is None:
             return True
@@ -220,15 +261,16 @@ class BreakerBackend(Wrapper):
             logger.debug("the probe of backend %s raised %s", self.name, type(error).__name__)
             failed = True
         finally:
-            self._settle(epoch, failed)
+            circuit.settle(epoch, failed)
         return not failed
 
     def _run(self, operation: Operation, items: Sequence[Any], deadline: float) -> list[Outcome]:
         self._check_open(operation)
-        ticket = self._admit()
-        if ticket is None or (ticket[1] and not self._asked(ticket[0], deadline)):
+        circuit = self._reads if operation in _READS else self._writes
+        ticket = circuit.admit()
+        if ticket is None or (ticket[1] and not self._asked(circuit, ticket[0], deadline)):
             return [Outcome.failed(self._refusal(operation, len(items)))] * len(items)
-        epoch = ticket[0] if not ticket[1] or self._probe is None else self._epoch
+        epoch = ticket[0] if not ticket[1] or self._probe is None else circuit.epoch
         too_late = deadline <= self._clock()
         failed: bool | None = None
         error: KVStoreError | None = None
@@ -237,13 +279,13 @@ class BreakerBackend(Wrapper):
             if not too_late:
                 failed, error = _verdict(outcomes)
         finally:
-            self._settle(epoch, failed, error)
+            circuit.settle(epoch, failed, error)
         return outcomes
 
     def lease(self, keys: Sequence[Key], *, deadline: float) -> list[Buffer | None]:
-        """As the inner backend; None throughout while the breaker is not closed. Neither counts nor probes."""
+        """As the inner backend; None throughout while the breaker for reads is not closed. Neither counts nor probes."""
         self._check_open("lease")
-        if self._state is not BreakerState.CLOSED:
+        if self._reads.state is not BreakerState.CLOSED:
             return [None] * len(keys)
         return super().lease(keys, deadline=deadline)
 
@@ -254,10 +296,11 @@ class BreakerBackend(Wrapper):
             TransientError: the breaker is open.
         """
         self._check_open("list")
-        ticket = self._admit()
-        if ticket is None or (ticket[1] and not self._asked(ticket[0], deadline)):
+        circuit = self._reads
+        ticket = circuit.admit()
+        if ticket is None or (ticket[1] and not self._asked(circuit, ticket[0], deadline)):
             raise self._refusal("list", 1)
-        epoch = ticket[0] if not ticket[1] or self._probe is None else self._epoch
+        epoch = ticket[0] if not ticket[1] or self._probe is None else circuit.epoch
         too_late = deadline <= self._clock()
         failed: bool | None = None
         error: KVStoreError | None = None
@@ -271,7 +314,7 @@ class BreakerBackend(Wrapper):
                 failed, _ = _verdict([Outcome.failed(raised)])
             raise
         finally:
-            self._settle(epoch, failed, error)
+            circuit.settle(epoch, failed, error)
         return iter(()) if first is None else itertools.chain((first,), pages)
 
 

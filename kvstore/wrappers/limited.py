@@ -183,9 +183,11 @@ class LimitedBackend(Wrapper):
             error = LocalWait("no slot became free before the deadline", backend=self.name, operation=operation)
             return [Outcome.failed(error)] * len(items)
         began, throttled = self._round, None
+        too_late = deadline <= self._clock()  # then it says nothing about the backend
         try:
             outcomes = call_backend(self._inner, operation, items, deadline)
-            throttled = _throttled(outcomes)
+            if not too_late:
+                throttled = _throttled(outcomes)
         finally:
             self._leave(cost, began, throttled)
         return outcomes
@@ -215,12 +217,13 @@ class LimitedBackend(Wrapper):
 
 
 def _throttled(outcomes: Sequence[Outcome]) -> bool | None:
-    """Whether most items failed in passing. None: it says nothing (an empty batch, or memory was short here)."""
+    """Whether most items failed in passing. None: it says nothing (an empty batch, or memory or a turn was
+    to be had too late in this process)."""
     transient = local = 0
     for outcome in outcomes:
         if outcome.error is not None:
             transient += isinstance(outcome.error, TransientError)
-            local += isinstance(outcome.error, PoolExhausted)
+            local += isinstance(outcome.error, LocalWait | PoolExhausted)
     if not outcomes or local:
         return None
     return 2 * transient > len(outcomes)

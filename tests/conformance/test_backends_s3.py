@@ -1,4 +1,8 @@
-"""The shipped suite and state machine over `S3Backend` with each of its clients, on a moto server."""
+"""The shipped suite and state machine over `S3Backend` with each of its clients, on a moto server.
+
+By default the whole suite runs with the native client, and a few tests of it with the others: their code is the five
+calls of `Client`, all the rest is the same. `-m slow` runs everything with everything.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from kvstore.backend import Backend, Capability
 from kvstore.keys import Key
 from kvstore.metrics import Metrics
 from kvstore.testing import BackendSuite, backend_state_machine
+from kvstore.testing.suite_base import SuiteBase
 from kvstore.wrappers import wrap
 from kvstore_backends.s3 import S3Backend
 from tests.s3_support import BUCKET, SECRET_KEY, moto_server, open_s3, plain_client, unique_prefix
@@ -27,7 +32,7 @@ def server() -> Iterator[str]:
         yield endpoint
 
 
-class S3Suite(BackendSuite):
+class OnMoto(SuiteBase):
     """Seeded and inspected with a stock client, by the names that the manual promises."""
 
     client: ClassVar[str] = "native"
@@ -65,22 +70,47 @@ class S3Suite(BackendSuite):
         return data
 
 
-class TestNative(S3Suite):
+class ShortSuite(OnMoto):
+    """A few tests: every call of the client, in one batch and in many threads, its deadlines and its end."""
+
+    test_outcomes_align_in_mixed_batches = BackendSuite.test_outcomes_align_in_mixed_batches
+    test_the_first_bytes_survive = BackendSuite.test_the_first_bytes_survive
+    test_a_deleted_record_is_gone_and_its_key_free = BackendSuite.test_a_deleted_record_is_gone_and_its_key_free
+    test_a_quarantined_record_is_out_of_reach_and_heals = (
+        BackendSuite.test_a_quarantined_record_is_out_of_reach_and_heals
+    )
+    test_list_is_what_is_there = BackendSuite.test_list_is_what_is_there
+    test_a_deadline_that_has_passed = BackendSuite.test_a_deadline_that_has_passed
+    test_all_lanes_at_once = BackendSuite.test_all_lanes_at_once
+    test_close_returns_while_work_is_under_way = BackendSuite.test_close_returns_while_work_is_under_way
+
+
+class TestNative(OnMoto, BackendSuite):
     pass
 
 
-class TestBoto3(S3Suite):
+class TestBoto3Short(ShortSuite):
     client = "boto3"
 
 
-class TestAioboto3(S3Suite):
+class TestAioboto3Short(ShortSuite):
     client = "aioboto3"
 
 
-class TestNativeStack(S3Suite):
+@pytest.mark.slow
+class TestBoto3(OnMoto, BackendSuite):
+    client = "boto3"
+
+
+@pytest.mark.slow
+class TestAioboto3(OnMoto, BackendSuite):
+    client = "aioboto3"
+
+
+class Stack(OnMoto):
     """With the standard wrappers, small parts, a ttl and a checksum."""
 
-    requires = S3Suite.requires | Capability.TTL
+    requires = OnMoto.requires | Capability.TTL
 
     def open(self) -> Backend:
         backend = open_s3(
@@ -88,6 +118,15 @@ class TestNativeStack(S3Suite):
             checksum="crc32", head_first="always", miss_memory=0.0,
         )  # fmt: skip
         return wrap(backend, {}, metrics=Metrics())
+
+
+class TestNativeStackShort(Stack, ShortSuite):
+    pass
+
+
+@pytest.mark.slow
+class TestNativeStack(Stack, BackendSuite):
+    pass
 
 
 _prefixes: dict[str, str] = {}

@@ -351,7 +351,7 @@ def test_wrap_configures_what_it_builds() -> None:
         assert [outcome.status for outcome in backend.stat([key(1)], deadline=FAR)] == [Status.ERROR]
     assert len(inner.calls) == 4  # two tries each, until the breaker opens after two calls
     assert metrics.value("kvstore_retries_total", "dict", "stat") == 2
-    assert metrics.value("kvstore_breaker_state", "dict") == 2
+    assert metrics.value("kvstore_breaker_state", "dict", "reads") == 2
     assert metrics.value("kvstore_breaker_refused_total", "dict", "stat") == 1
     assert metrics.value("kvstore_backend_calls_total", "dict", "stat") == 3
     backend.close()

@@ -83,7 +83,7 @@ def test_it_opens_after_so_many_failed_calls_in_a_row(failures: int) -> None:
         assert not refused(rig.stat(4))
     assert rig.backend.state is OPEN
     assert not rig.reached(rig.stat)
-    assert rig.metrics.value("kvstore_breaker_state", "dict") == 2
+    assert rig.metrics.value("kvstore_breaker_state", "dict", "reads") == 2
 
 
 def test_a_success_between_failures_starts_the_count_anew() -> None:
@@ -247,7 +247,7 @@ def test_it_comes_back_by_itself_however_long_nobody_asks() -> None:
         rig.inner.push(Fault.miss())
         assert rig.stat()[0].status is Status.MISS
         assert rig.backend.state is CLOSED
-        assert rig.metrics.value("kvstore_breaker_state", "dict") == 0
+        assert rig.metrics.value("kvstore_breaker_state", "dict", "reads") == 0
 
 
 def test_the_interval_grows_to_its_bound_and_starts_anew_after_success() -> None:
@@ -436,7 +436,7 @@ def test_changes_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -
     assert "scripted error" in messages[0][1]
     assert "answers again after 7.0 s" in messages[1][1]
     states = ("open", "half_open", "closed")
-    changes = [rig.metrics.value("kvstore_breaker_changes_total", "dict", state) for state in states]
+    changes = [rig.metrics.value("kvstore_breaker_changes_total", "dict", "reads", state) for state in states]
     assert changes == [3, 3, 1]
 
 

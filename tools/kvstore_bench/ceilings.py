@@ -4,7 +4,7 @@ This file imports nothing of kvstore. Each ceiling moves the same number of byte
 measurement beside it, with its own best number of threads, through the same `Lanes`:
 
 * `Memcpy`: libc's `memmove`, called without the GIL.
-* `ReadFiles`: `preadv(2)` of warm files that are open already: no lookup, no open, no header, no checksum.
+* `ReadFiles`: `preadv(2)` of the same warm files, open already: no lookup, no open, no header, no checksum.
 * `WriteFiles`: create a file exclusively, `pwritev(2)`, close, `rename(2)`. No fsync. With `posix_fallocate(3)` before
   the write where a short trial shows that to be faster (ext4: 1.3 to 1.6 times for 16 MiB).
 * `PythonLoop`: one dict lookup and one slice assignment per key; the floor of what Python can do per tiny record.
@@ -139,38 +139,41 @@ class Memcpy:
 
 
 class ReadFiles:
-    """`preadv` of `len(sources)` files in `folder`, written here and therefore warm, into `destinations`."""
+    """`preadv` of warm files that are open already, into `destinations`.
+
+    They are the very files that the other side reads: where the kernel happened to put a file's pages makes twice the
+    difference here, so files of one's own would compare two places in memory rather than two programs.
+
+    Args:
+        files: one file per destination, and the offset in it from which the destination is filled.
+    """
 
     name = "preadv"
     repeatable = True
 
-    def __init__(self, folder: Path, sources: Sequence[memoryview], destinations: Sequence[memoryview]) -> None:
-        self._folder = folder
+    def __init__(self, files: Sequence[tuple[Path, int]], destinations: Sequence[memoryview]) -> None:
         self._destinations = destinations
-        self._files: list[tuple[int, Path]] = []
+        self._files: list[tuple[int, int]] = []
         try:
-            for index, source in enumerate(sources):
-                path = folder / f"read-{index}"
-                fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                self._files.append((fd, path))
-                _write(fd, source)
+            for path, offset in files:
+                self._files.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC), offset))
         except BaseException:
             self.close()
             raise
 
     def jobs(self, lanes: int) -> list[Job]:
-        plan = [(fd, dst) for (fd, _), dst in zip(self._files, self._destinations, strict=True)]
+        plan = [(fd, offset, dst) for (fd, offset), dst in zip(self._files, self._destinations, strict=True)]
         return [self._job(plan[part.start : part.stop]) for part in split(len(plan), lanes)]
 
     @staticmethod
-    def _job(plan: Sequence[tuple[int, memoryview]]) -> Job:
+    def _job(plan: Sequence[tuple[int, int, memoryview]]) -> Job:
         preadv = os.preadv
 
         def job() -> None:
-            for fd, dst in plan:
-                done = preadv(fd, [dst], 0)
+            for fd, offset, dst in plan:
+                done = preadv(fd, [dst], offset)
                 while done < len(dst):
-                    more = preadv(fd, [dst[done:]], done)
+                    more = preadv(fd, [dst[done:]], offset + done)
                     if more == 0:
                         raise OSError(f"a file of the raw ceiling ended after {done} of {len(dst)} bytes")
                     done += more
@@ -182,9 +185,8 @@ class ReadFiles:
 
     def close(self) -> None:
         files, self._files = self._files, []
-        for fd, path in files:
+        for fd, _ in files:
             os.close(fd)
-            path.unlink(missing_ok=True)
 
 
 class WriteFiles:

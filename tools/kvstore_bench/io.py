@@ -348,11 +348,12 @@ class _Run:
         self.done += count
         self.progress(what, self.done, self.total)
 
-    def _ceiling(self, op: str, keys: Sequence[bytes], work: Any, place: Place, *, tiny: bool) -> Side:
+    def _ceiling(self, target: Target, ours: Any, op: str, work: Any, place: Place, *, tiny: bool) -> Side:
         from .ceilings import Memcpy, PythonLoop, ReadFiles, WriteFiles
+        from .targets import record_files
 
         if tiny:
-            return PythonLoop(op, keys, work.sources, work.destinations)
+            return PythonLoop(op, work.new_keys(), work.sources, work.destinations)
         if place is None:
             return Memcpy(work.sources, work.destinations)
         if not isinstance(place, Path):
@@ -360,7 +361,7 @@ class _Run:
 
             return HttpGet(place, work.sources, work.destinations) if op == "get" else HttpPut(place, work.sources)
         if op == "get":
-            return ReadFiles(place, work.sources, work.destinations)
+            return ReadFiles(record_files(target.url, ours.keys, work.nbytes), work.destinations)
         return WriteFiles(place, work.sources)
 
     def _row(self, target: Target, op: str, size: int, count: int, place: Place, *, tiny: bool = False) -> Row:
@@ -373,7 +374,6 @@ class _Run:
         work = Workload(
             *self.regions, count=count, nbytes=size, make_key=target.key, run_id=names, announce=self.journal.batch
         )
-        ceiling = self._ceiling(op, work.new_keys(), work, place, tiny=tiny)
         ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S)
         same = place is None and not target.whole
         most = min(count, target.lanes, MOST_LANES)
@@ -386,12 +386,16 @@ class _Run:
         elif same:
             our_lanes = our_lanes if plan.lanes else ceiling_lanes
         with contextlib.ExitStack() as clean:
-            for side in (ours, ours, ceiling):  # ours twice: a Ctrl-C in the first clean-up is made good by the second
+            for side in (ours, ours):  # twice: a Ctrl-C in the first clean-up is made good by the second
                 clean.callback(side.close)
             filled = ours.fill(self.pool, our_lanes[-1]) if isinstance(ours, GetSide) else True
+            ceiling = None
+            if filled:
+                ceiling = self._ceiling(target, ours, op, work, place, tiny=tiny)
+                clean.callback(ceiling.close)
             measured = None
             verified = filled and ours.verify(self.pool, our_lanes[0])
-            if filled:
+            if ceiling is not None:
                 measured = measure(
                     self.pool, ours, ceiling, our_lanes=our_lanes, ceiling_lanes=ceiling_lanes, same_lanes=same,
                     repeats=plan.repeats, pass_s=plan.pass_s, budget_s=plan.budget_s,
@@ -409,7 +413,7 @@ class _Run:
             lanes=measured.lanes if measured and not target.whole else target.lanes,
             seconds=measured.seconds if measured else 0.0,
             gbytes_per_s=measured.speed / 1e9 if measured else 0.0,
-            ceiling=Ceiling(ceiling.name, measured.ceiling_speed / 1e9 if measured else 0.0),
+            ceiling=Ceiling(ceiling.name if ceiling else "none", measured.ceiling_speed / 1e9 if measured else 0.0),
             ratio=measured.ratio if measured else 0.0,
             p50_ms=percentile_ms(measured.calls, 0.5) if measured else 0.0,
             p99_ms=percentile_ms(measured.calls, 0.99) if measured else 0.0,

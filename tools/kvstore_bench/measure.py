@@ -149,6 +149,11 @@ class GetSide(_OurSide):
         super().__init__(target, work, timeout=timeout)
         self._keys: list[Key] = []
 
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The records that are read."""
+        return self._keys
+
     def fill(self, pool: Lanes, lanes: int) -> bool:
         """Store the records (not timed). False if not all of them were."""
         self._keys = self._work.new_keys()

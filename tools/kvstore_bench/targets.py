@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.backend import Outcome, Read, Write
+from kvstore.errors import ConfigError
 from kvstore.keys import Key, opaque_key
+from kvstore.registry import parse_url
 
 if TYPE_CHECKING:
     from kvstore.backend import Backend
     from kvstore.registry import BackendURL
 
-__all__ = ["BackendTarget", "Call", "StoreTarget", "Target"]
+__all__ = ["BackendTarget", "Call", "StoreTarget", "Target", "record_files"]
 
 Call = Callable[[float], Sequence[Outcome]]
 """A prepared request: given the deadline, does it and returns one outcome per record."""
@@ -149,3 +152,20 @@ class StoreTarget(Target):
 
     def close(self) -> None:
         self._store.close()
+
+
+def record_files(url: str, keys: Sequence[Key], nbytes: int) -> list[tuple[Path, int]]:
+    """The files that hold records of a `file://` URL, and where in each the last `nbytes` bytes begin.
+
+    Raises:
+        ConfigError: a record lies in no file of the folder.
+    """
+    root = Path(parse_url(url).path)
+    found = {path.name[:64]: path for path in root.glob("*/*/*.kv")}
+    files = []
+    for key in keys:
+        path = found.get(key.hex())
+        if path is None:
+            raise ConfigError(f"{root} holds no file of record {key.hex()[:12]}…: no raw read to compare with")
+        files.append((path, path.stat().st_size - nbytes))
+    return files

@@ -154,7 +154,7 @@ class FileBackend(Backend):
         )  # fmt: skip
         self.limits = Limits(
             max_value_bytes=Limits().max_value_bytes if nbytes is None else nbytes,
-            alignment=4096, lanes=lanes, preferred_io_bytes=8 << 20,
+            alignment=4096, lanes=lanes, preferred_io_bytes=16 << 20,
         )  # fmt: skip
         _instances.add(self)
 

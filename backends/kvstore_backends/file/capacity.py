@@ -23,6 +23,7 @@ from kvstore.backend import Write
 from kvstore.errors import KVStoreError, PermanentError, TransientError, from_os_error
 from kvstore.eviction import EvictionPolicy, FIFOPolicy, KeepPolicy, make_policy
 from kvstore.keys import Key
+from kvstore.wrappers.base import LocalWait
 
 from .naming import file_name, leaf_path
 from .oscalls import OsCalls
@@ -162,7 +163,8 @@ class Capacity:
 
         Raises:
             PermanentError: more than the cap (then nothing was evicted), or nothing is left that can be evicted.
-            TransientError: the deadline passed, or puts in flight hold all the room.
+            LocalWait: the deadline passed while others used the counter, or puts in flight hold all the room.
+            TransientError: the deadline passed.
         """
         if nbytes > self.cap:
             raise self.too_large(nbytes)
@@ -180,7 +182,7 @@ class Capacity:
             finally:
                 self._usage.release()
             if time.monotonic() >= patience:
-                raise TransientError("puts in flight hold all of the capacity", backend=self._name, operation="put")
+                raise LocalWait("puts in flight hold all of the capacity", backend=self._name, operation="put")
             time.sleep(1e-3)  # another process or lane is about to commit, and its record can be evicted then
 
     def too_large(self, nbytes: int, key: Key | None = None) -> PermanentError:

@@ -22,6 +22,7 @@ import threading
 import time
 
 from kvstore.errors import TransientError
+from kvstore.wrappers.base import LocalWait
 
 from .naming import OWN, USAGE_FILE
 from .oscalls import OsCalls
@@ -179,8 +180,8 @@ class Usage:
         finally:
             self._calls.unlock(self._fd, _MUTEX_BYTE)
 
-    def _late(self) -> TransientError:
-        return TransientError(
+    def _late(self) -> LocalWait:
+        return LocalWait(
             "the deadline passed while waiting for the usage counter of the folder", backend=self._name, operation="put"
         )
 
@@ -188,7 +189,8 @@ class Usage:
         """Take both locks and read the counters.
 
         Raises:
-            TransientError: not before the deadline, or the counters cannot be read.
+            LocalWait: not before the deadline: other threads or processes on this folder were at it.
+            TransientError: the counters cannot be read.
         """
         timeout = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
         if not self._thread_lock.acquire(timeout=timeout):

@@ -106,6 +106,8 @@ class Calls:
         self._lock = threading.Lock()
         self.misses.after_fork()
         self.client.after_fork()
+        self.lanes.after_fork()
+        self.meta.after_fork()
 
     def close(self) -> None:
         self.client.close()

@@ -158,6 +158,12 @@ class Lanes:
             task()
             del task  # its memory must not wait for the next one
 
+    def after_fork(self) -> None:
+        """In a forked child: the threads are the parent's, and one of them may have held the lock."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._threads = []
+
     def close(self, timeout: float) -> bool:
         """End the threads; wait up to `timeout` seconds. False: one still has work, and ends with it."""
         with self._lock:

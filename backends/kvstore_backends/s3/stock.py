@@ -83,8 +83,19 @@ class _Late:
                     self._given_up = True
                     raise LinkError("deadline", "the deadline passed")
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None  # its traceback leads here: a cycle would keep connections open
+            raise error
         return self._answer
+
+
+def _has_socket(body: Any) -> bool:
+    """Whether there is a socket behind a body: not under moto's `mock_aws`, and not once it was read to its end.
+
+    botocore's `set_socket_timeout` would log an error of its own before it raises. In doubt it is asked all the same.
+    """
+    if not hasattr(body, "_raw_stream"):
+        return True
+    return getattr(getattr(body._raw_stream, "_fp", None), "fp", None) is not None
 
 
 class _Rest:
@@ -96,6 +107,7 @@ class _Rest:
         self._deadline = deadline
         self._silence = silence
         self._timeout = -1.0
+        self._reachable = True
 
     def some(self, into: memoryview) -> int:
         """At least one byte into `into`."""
@@ -104,13 +116,20 @@ class _Rest:
             raise LinkError("deadline", "the deadline passed in the middle of the body")
         wanted = min(remaining, self._silence)
         if self._timeout < 0 or abs(wanted - self._timeout) > _RESET_S:
-            self._body.set_socket_timeout(wanted)
-            self._timeout = wanted
+            self._wait_at_most(wanted)
         count = int(self._body.readinto(into[: min(_SCRATCH, self.left)]))
         if not count:
             raise LinkError("short", f"the server closed the connection {self.left} bytes before the end of the body")
         self.left -= count
         return count
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._timeout = seconds
+        if self._reachable and _has_socket(self._body):
+            try:
+                self._body.set_socket_timeout(seconds)
+            except AttributeError:  # a stream that botocore does not know: the client's own read_timeout holds
+                self._reachable = False
 
 
 class StockClient(Client):
@@ -124,22 +143,34 @@ class StockClient(Client):
         self._lanes = Lanes(settings.lanes + settings.meta_lanes + 8, "s3-boto3")
         self._scratch = threading.local()
         self._opened: list[Any] = []
+        self._gate = threading.Lock()  # a call has begun before `close`, or does not begin
+        self._closed = False
         self.reopen()
 
     def reopen(self) -> None:
         boto = make_client(self._settings, make_session(self._settings))
         boto.meta.events.register_first("before-sign.s3", strip_expect)
-        self._boto = boto
         self._opened.append(boto)
+        self._boto = boto
         while len(self._opened) > _KEPT:  # calls may still be under way in the last ones
             self._opened.pop(0).close()
 
     def _run(self, operation: str, params: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        method = getattr(self._boto, xform_name(operation))
-        late = _Late(lambda: method(Bucket=self._settings.bucket, **params))
-        self._lanes.spawn(late)
+        boto = self._boto
+        late = _Late(lambda: self._call(boto, operation, params))
+        with self._gate:
+            if self._closed:
+                raise LinkError("closed", "the backend was closed")
+            self._lanes.spawn(late)
         answer: dict[str, Any] = late.wait(deadline)
         return answer
+
+    def _call(self, boto: Any, operation: str, params: Mapping[str, Any]) -> Any:
+        try:
+            return getattr(boto, xform_name(operation))(Bucket=self._settings.bucket, **params)
+        finally:
+            if boto not in self._opened:  # closed meanwhile, and this call may have connected once more
+                boto.close()
 
     def head(self, key: str, *, deadline: float) -> Found | None:
         try:
@@ -200,7 +231,14 @@ class StockClient(Client):
     def invoke(self, operation: str, params: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
         return self._run(operation, params, deadline)
 
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._gate = threading.Lock()
+        self._lanes.after_fork()
+
     def close(self) -> None:
+        with self._gate:
+            self._closed = True
+        self._lanes.close(1.0)  # before the clients: a call that begins in a closed one opens connections again
         while self._opened:
             self._opened.pop().close()
-        self._lanes.close(1.0)
