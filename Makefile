@@ -42,6 +42,13 @@ format: $(STAMP) ## format and fix
 
 bench: $(STAMP) ## every figure of docs/figures.md that this machine can give
 	$(BIN)/kvstore-bench io --json out/io.json --html out/io.html
+	$(BIN)/python tests/bench/bench_keys.py --json out/keys.json
+	$(BIN)/python tests/bench/bench_checksum.py --json out/checksum.json
+	$(BIN)/python tests/bench/bench_codecs.py --json out/codecs.json
+	$(BIN)/python tests/bench/import_time.py
+	$(BIN)/python tests/bench/bench_scale.py --json out/scale.json
+	@echo 'S3 (minutes): $(BIN)/python tests/bench/bench_s3.py --tls --json out/s3.json'
+	@echo 'against LMCache (needs an environment with lmcache 0.5.6): $(BIN)/python tests/bench/bench_s3_lmcache.py --lmcache-python PATH --json out/s3_lmcache.json'
 
 docs: $(STAMP) ## print the manual of options into docs/options.md
 	$(BIN)/python -m kvstore.manual > docs/options.md

@@ -87,6 +87,8 @@ class _Question:
             except KVStoreError as error:
                 for job in jobs:
                     job.drop(error)
+        if number and not self._batch.alive:  # it gave up just before there were jobs that could be withdrawn
+            self.leave()
 
     def call(self, target: Target, indices: Sequence[int]) -> Sequence[Any]:
         batch, keys = self._batch, [self._keys[index] for index in indices]
@@ -109,8 +111,6 @@ class _Question:
                 final.append((index, best[index]))
         if more and self._batch.alive:  # before callbacks run: one that takes its time holds nobody up
             self.ask(more, number + 1)
-            if not self._batch.alive:  # it gave up just before there were jobs that could be withdrawn
-                self.leave()
         for late in self._batch.settle(final):
             if isinstance(late, Buffer):
                 late.release()
@@ -169,14 +169,18 @@ class Asker:
             return MISS
 
     def lease(self, target: Target, keys: Sequence[Key], deadline: float) -> Sequence[Any]:
-        """Leases on whole records stored raw, verified; MISS for others. A record that proves corrupt, and again when it
-        is read, is quarantined, as by a read."""
+        """Leases on whole records stored raw, verified; MISS for others. What proves corrupt, and again when read, is
+        quarantined."""
         leases = target.backend.lease(keys, deadline=deadline)
         results: list[Any] = [MISS] * len(keys)
+        unusable: list[Buffer | None] = []
+        suspects: list[tuple[Key, int]] = []
+        good = False
         try:
             if len(leases) != len(keys):
                 raise TransientError(f"it gave {len(leases)} leases for {len(keys)} keys", backend=target.name)
-            for index, (key, buffer) in enumerate(zip(keys, leases, strict=True)):
+            for index, key in enumerate(keys):
+                buffer = leases[index]
                 if buffer is None:
                     continue
                 nbytes = len(buffer.view)
@@ -184,14 +188,22 @@ class Asker:
                     if _all_raw(buffer.view, key):
                         results[index] = buffer
                     else:
-                        buffer.release()
+                        unusable.append(buffer)
                 except CorruptRecord:
-                    buffer.release()  # it must not keep the record from being put aside
-                    self._condemn(target, key, nbytes, deadline)
-        except BaseException:
-            for buffer in leases:
+                    suspects.append((key, nbytes))
+                    unusable.append(buffer)
+            good = True
+        finally:  # before a second look: a lease must not keep its record from being put aside
+            for buffer in unusable if good else leases:
                 if buffer is not None:
                     buffer.release()
+        try:
+            for key, nbytes in suspects:
+                self._condemn(target, key, nbytes, deadline)
+        except BaseException:
+            for result in results:
+                if isinstance(result, Buffer):
+                    result.release()
             raise
         return results
 

@@ -88,7 +88,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvstore_retries_total", "counter", "Further tries after a transient error, in calls.", _OPERATION),
     Metric("kvstore_retried_items_total", "counter", "Items in further tries.", _OPERATION),
     Metric("kvstore_recovered_items_total", "counter", "Items that a further try saved.", _OPERATION),
-    Metric("kvstore_breaker_state", "gauge", "0 closed, 1 half-open (a probe is under way), 2 open; of reads, of writes.",
+    Metric("kvstore_breaker_state", "gauge", "0 closed, 1 half-open (a probe is under way), 2 open.",
            (*_BACKEND, "side")),
     Metric("kvstore_breaker_changes_total", "counter", "Changes of a breaker, by the state it came to.",
            (*_BACKEND, "side", "state")),

@@ -12,7 +12,9 @@ miss. For those who have one prompt and want no machinery there are `put_many`, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import math
 import os
 import time
@@ -38,10 +40,15 @@ from .writes import Put
 
 __all__ = ["Item", "Priority", "Store", "Want", "open_store"]
 
+logger = logging.getLogger("kvstore.store")
+
 Name = str | bytes
 """How an opaque record is named: text or bytes (hashed with the namespace), or a `Key` as it is."""
 
-_MAX_EXPANSION = 1 << 36  # get_many without `into` allocates what a header claims, up to this many bytes
+# What get_many without `into` allocates because a header says so: for one record, and for all of one call.
+_MAX_CLAIM = 1 << 30
+_MAX_CLAIMS = 64 << 20  # … or, if that is more, so many bytes for each byte that is stored:
+_MAX_EXPANSION = 256
 _SETTLE_GRACE_S = 1.0  # how long blocking calls wait, after their deadline, for a hung backend to let go of memory
 
 
@@ -87,16 +94,20 @@ class Store:
         the bytes that were stored. On anything else its content is undefined.
 
         Bytes are copied once, from the backend into `dst`, if the record is stored raw; encoded ones are decoded from
-        a staging buffer of the pool. Until the completion is settled, `dst` belongs to the store.
+        a staging buffer of the pool. Until the completion is settled, `dst` belongs to the store. Destinations must not
+        overlap: each want is verified for itself, so what one read brings could spoil what another one was told is OK.
+        A full check would cost too much here; only one and the same `dst` given twice is refused.
 
         Args:
             deadline: absolute `time.monotonic()` seconds; None means now + `blocking_timeout`.
 
         Raises:
-            ConfigError: a destination is not writable, not contiguous, or not as long as the spec says.
+            ConfigError: a destination is not writable, not contiguous, not as long as the spec says, or given twice.
             ClosedError: the store is closed.
         """
         flights = [_prepare(want) for want in wants]
+        if len({id(want.dst) for want in wants}) < len(wants):
+            _check_once(wants)
         batch = self._machinery.batch(len(flights), deadline, self.config.blocking_timeout, self._finish, "get")
         self._machinery.reader.submit(batch, flights, priority)
         return batch.completion
@@ -162,11 +173,21 @@ class Store:
     def list(self, *, deadline: float | None = None) -> Iterator[Sequence[KeyInfo]]:
         """Pages of stored records over all backends; one with several replicas appears once per replica.
 
+        The backends are asked in the caller's own thread, a page at a time: one that hangs and does not keep to the
+        deadline holds the caller. Use it for tools, not on the way to an answer.
+
+        Args:
+            deadline: for all pages: absolute `time.monotonic()` seconds; None means now + `put_timeout`. A long walk
+                needs more: `math.inf` is no bound.
+
         Raises:
             PermanentError: a backend cannot list.
+            TransientError: the deadline passed.
         """
+        until = time.monotonic() + self.config.put_timeout if deadline is None else deadline
+        if math.isnan(until):
+            raise ConfigError("the deadline is not a number")
         self._machinery.check_open()
-        until = math.inf if deadline is None else deadline
         for target in self._machinery.targets:
             yield from target.backend.list(deadline=until)
 
@@ -217,7 +238,8 @@ class Store:
 
         Args:
             into: one writable buffer for each name, exactly as long as the record; they must not overlap. None
-                allocates.
+                allocates: at most 1 GiB for a record, and for all of them 64 MiB or 256 times what is stored, if that
+                is more. What a header claims beyond that is a miss, with a warning in the log.
             timeout: seconds; None means `blocking_timeout`.
 
         Returns:
@@ -231,7 +253,7 @@ class Store:
         keys = self._keys(names)
         if into is None:
             heads = self.submit_heads(keys, deadline=deadline).result()
-            buffers: list[Any] = [_room_for(head) for head in heads]
+            buffers: list[Any] = _rooms_for(heads)
         elif len(into) != len(names):
             raise ConfigError(f"{len(names)} names, but {len(into)} buffers to read into")
         else:
@@ -393,14 +415,38 @@ def _check_apart(views: Sequence[memoryview]) -> None:
             raise ConfigError("buffers to read into overlap")
 
 
-def _room_for(head: Header | None) -> bytearray | None:
-    """Memory for the record that a header describes; None if there is none to be read, or no memory for it."""
-    if head is None or head.kind != KIND_OPAQUE or head.raw_bytes > _MAX_EXPANSION:
-        return None
-    try:
-        return bytearray(head.raw_bytes)
-    except MemoryError:
-        return None
+def _check_once(wants: Sequence[Want]) -> None:
+    """Raises `ConfigError` if one object is the destination of two wants that are not the same."""
+    seen: dict[int, Want] = {}
+    for want in wants:
+        other = seen.setdefault(id(want.dst), want)
+        if len(want.dst) and (other.key, other.first, other.spec) != (want.key, want.first, want.spec):
+            raise ConfigError("one destination is given for two different wants; destinations must not overlap")
+
+
+def _rooms_for(heads: Sequence[Header | None]) -> list[bytearray | None]:
+    """Memory for the records that headers describe; None if there is none to be read, or no memory for it."""
+    rooms: list[bytearray | None] = []
+    claimed = stored = refused = largest = 0
+    for head in heads:
+        room = None
+        if head is not None and head.kind == KIND_OPAQUE:
+            nbytes, size = head.raw_bytes, sum(segment.length for segment in head.segments)
+            most = max(_MAX_CLAIMS, _MAX_EXPANSION * (stored + size))
+            if nbytes <= _MAX_CLAIM and claimed + nbytes <= most:
+                with contextlib.suppress(MemoryError):
+                    room = bytearray(nbytes)
+            if room is None:
+                refused, largest = refused + 1, max(largest, nbytes)
+            else:
+                claimed, stored = claimed + nbytes, stored + size
+        rooms.append(room)
+    if refused:
+        logger.warning(
+            "get_many: no memory is allocated for %d of %d records that claim up to %d bytes; read them with into=",
+            refused, len(heads), largest,
+        )  # fmt: skip
+    return rooms
 
 
 def _wait_for(done: Completion[Sequence[Outcome]], deadline: float, operation: str, *, lent: bool) -> Sequence[Outcome]:

@@ -26,7 +26,8 @@ class Want(NamedTuple):
 
     Attributes:
         dst: writable flat bytes: one view for all wanted segments, or one view per segment. Exactly as long as the
-            raw segments are. Until the completion is settled it belongs to the store.
+            raw segments are. Until the completion is settled it belongs to the store. Destinations of different wants
+            must not overlap, in one batch or in several at once: OK says nothing about bytes that another read spoils.
         spec: shape of the record: `kv_spec(layout, dtype, tokens)` or `opaque_spec(nbytes)`.
         first: first segment (layer) wanted.
         num_segments: how many; None means all from `first` on.

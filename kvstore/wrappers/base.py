@@ -33,8 +33,8 @@ class Unexpected(PermanentError):
 
 
 class LocalWait(TransientError):
-    """No slot became free before the deadline, in this process: it says nothing about the backend's health. Counted
-    as `TransientError`."""
+    """Waiting for a turn ended without one: no slot became free, others hold a lock or all of the room. It says nothing
+    about the backend's health. Counted as `TransientError`."""
 
 
 def map_error(error: Exception, *, backend: str, operation: str) -> KVStoreError:

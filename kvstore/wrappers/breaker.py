@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.backend import Backend, KeyInfo, Outcome
 from kvstore.errors import BackendError, ConfigError, KVStoreError, PoolExhausted, TransientError
@@ -42,29 +42,45 @@ class BreakerState(enum.Enum):
     OPEN = 2  # refuses all until the interval is over
 
 
+class _Rules(NamedTuple):
+    """What both circuits of a breaker go by; see the arguments of `BreakerBackend`."""
+
+    inner: Backend
+    failures: int
+    open_for: float
+    max_open_for: float
+    metrics: Metrics | None
+    clock: Callable[[], float]
+    rng: Callable[[], float]
+
+
 class _Circuit:
     """The state of a breaker for one side of a backend: its reads, or its writes.
 
     Attributes:
-        state: what it does with calls now.
         epoch: number of changes of state.
     """
 
-    def __init__(self, breaker: BreakerBackend, side: str) -> None:
-        self._breaker = breaker
+    def __init__(self, rules: _Rules, side: str) -> None:
+        self._rules = rules
         self._side = side
         self._lock = threading.Lock()
-        self.state = BreakerState.CLOSED
+        self._state = BreakerState.CLOSED
         self.epoch = 0
         self._failures = 0  # in a row
-        self._interval = breaker._open_for
+        self._interval = rules.open_for
         self._next_probe = 0.0  # clock time from which a call may probe
         self._opened = 0.0  # clock time
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        if self.state is BreakerState.HALF_OPEN:  # the thread that probes is in the parent
-            self._next_probe = self._breaker._clock()
+        if self._state is BreakerState.HALF_OPEN:  # the thread that probes is in the parent
+            self._next_probe = self._rules.clock()
+
+    @property
+    def state(self) -> BreakerState:
+        """What it does with calls now."""
+        return self._state
 
     def admit(self) -> tuple[int, bool] | None:
         """(epoch, is a probe) for a call that may go through; None if it is refused."""
@@ -72,25 +88,29 @@ class _Circuit:
         if self.state is BreakerState.CLOSED:
             return epoch, False
         with self._lock:
-            if self.state is BreakerState.CLOSED:
+            if self._state is BreakerState.CLOSED:
                 return self.epoch, False
-            now = self._breaker._clock()
+            now = self._rules.clock()
             if now < self._next_probe:
                 return None
-            if self.state is BreakerState.HALF_OPEN:  # the probe before this one never answered
-                self._interval = min(self._interval * 2, self._breaker._max_open_for)
-            self._next_probe = now + self._breaker._max_open_for  # from then on this probe is given up
+            if self._state is BreakerState.HALF_OPEN:  # the probe before this one never answered
+                self._interval = min(self._interval * 2, self._rules.max_open_for)
+            self._next_probe = now + self._rules.max_open_for  # from then on this probe is given up
             self._become(BreakerState.HALF_OPEN)
             return self.epoch, True
 
     def _become(self, state: BreakerState) -> None:
         """Called with the lock held."""
-        self.state = state
+        self._state = state
         self.epoch += 1
-        if self._breaker._metrics is not None:
-            changed: Change = ("kvstore_breaker_changes_total", (self._breaker.name, self._side, state.name.lower()), 1)
-            now: Change = ("kvstore_breaker_state", (self._breaker.name, self._side), state.value)
-            self._breaker._metrics.update((changed, now))
+        if self._rules.metrics is not None:
+            changed: Change = (
+                "kvstore_breaker_changes_total",
+                (self._rules.inner.name, self._side, state.name.lower()),
+                1,
+            )
+            now: Change = ("kvstore_breaker_state", (self._rules.inner.name, self._side), state.value)
+            self._rules.metrics.update((changed, now))
 
     def settle(self, epoch: int, failed: bool | None, error: KVStoreError | None = None) -> None:
         """Take in how a call ended. `failed` None: it says nothing about the backend."""
@@ -100,8 +120,8 @@ class _Circuit:
         with self._lock:
             if epoch != self.epoch:
                 return
-            now = self._breaker._clock()
-            if self.state is BreakerState.HALF_OPEN:
+            now = self._rules.clock()
+            if self._state is BreakerState.HALF_OPEN:
                 if failed is False:
                     closed = True
                     self._close_breaker()
@@ -113,7 +133,7 @@ class _Circuit:
                 self._failures = 0
             elif failed:
                 self._failures += 1
-                if self._failures >= self._breaker._threshold:
+                if self._failures >= self._rules.failures:
                     opened = True
                     self._opened = now
                     self._open(now, grow=False)
@@ -122,29 +142,29 @@ class _Circuit:
             logger.warning(
                 "breaker for %s of backend %s opens after %d failed calls: %s",
                 self._side,
-                self._breaker.name,
-                self._breaker._threshold,
+                self._rules.inner.name,
+                self._rules.failures,
                 error or "no answer",
             )
         if closed:
             logger.info(
                 "breaker for %s of backend %s closes: it answers again after %.1f s",
                 self._side,
-                self._breaker.name,
+                self._rules.inner.name,
                 down,
             )
 
     def _open(self, now: float, *, grow: bool) -> None:
         """Called with the lock held."""
         if grow:
-            self._interval = min(self._interval * 2, self._breaker._max_open_for)
-        self._next_probe = now + self._interval * (0.5 + 0.5 * self._breaker._rng())
+            self._interval = min(self._interval * 2, self._rules.max_open_for)
+        self._next_probe = now + self._interval * (0.5 + 0.5 * self._rules.rng())
         self._become(BreakerState.OPEN)
 
     def _close_breaker(self) -> None:
         """Called with the lock held."""
         self._failures = 0
-        self._interval = self._breaker._open_for
+        self._interval = self._rules.open_for
         self._become(BreakerState.CLOSED)
 
 
@@ -155,11 +175,12 @@ class BreakerBackend(Wrapper):
     A call has failed if not one of its items got a definite answer and one failed with a `TransientError` (a hang up
     to the deadline is one), or if the backend broke its contract (a foreign exception). After `failures` failed calls
     in a row the breaker opens. OK, MISS, EXISTS, and permanent errors (too large, access denied) are definite
-    answers. What says nothing about the backend is not counted: an empty batch, a `PoolExhausted`, a wait for a slot
-    of `LimitedBackend`, a call whose deadline had passed before it began.
+    answers. What says nothing about the backend is not counted: an empty batch, a `PoolExhausted`, a
+    `LocalWait` (for a slot of `LimitedBackend`, for other users of a folder's counter), a call whose deadline had
+    passed before it began.
 
-    Reads (stat, get, lease, list) and writes (put, delete, quarantine) are counted apart, each with a state of their own:
-    a backend that is full, read-only or slow to write still serves what it has.
+    Reads (stat, get, lease, list) and writes (put, delete, quarantine) are counted apart and refused apart: a backend
+    that is in trouble with writes still serves what it has.
 
     Open, it answers each item with a `TransientError` ("breaker open") within microseconds; `lease` with None, `list`
     by raising it. The interval is random between a half and the whole of `open_for`, which doubles with every failed
@@ -215,15 +236,12 @@ class BreakerBackend(Wrapper):
                 f"open_for={open_for}, max_open_for={max_open_for}, probe_timeout={probe_timeout}: must be positive, "
                 "and open_for at most max_open_for"
             )
-        self._threshold = failures
-        self._open_for = open_for
-        self._max_open_for = max_open_for
         self._probe = probe
         self._probe_timeout = probe_timeout
         self._metrics = metrics
         self._clock = clock
-        self._rng = rng
-        self._reads, self._writes = _Circuit(self, "reads"), _Circuit(self, "writes")
+        rules = _Rules(inner, failures, open_for, max_open_for, metrics, clock, rng)
+        self._reads, self._writes = _Circuit(rules, "reads"), _Circuit(rules, "writes")
 
     def _after_fork(self) -> None:
         for circuit in (self._reads, self._writes):
@@ -283,7 +301,7 @@ class BreakerBackend(Wrapper):
         return outcomes
 
     def lease(self, keys: Sequence[Key], *, deadline: float) -> list[Buffer | None]:
-        """As the inner backend; None throughout while the breaker for reads is not closed. Neither counts nor probes."""
+        """As the inner backend; None throughout while the state of reads is not CLOSED. Neither counts nor probes."""
         self._check_open("lease")
         if self._reads.state is not BreakerState.CLOSED:
             return [None] * len(keys)

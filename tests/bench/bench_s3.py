@@ -7,6 +7,8 @@ ceiling is `kvstore_bench.ceilings_http`, plain sockets and presigned URLs. Clie
 whatever else the machine does meets all of them; medians are reported. CPU seconds per GiB are those of this process,
 user and system, the server being another process.
 
+LMCache's connector is compared by `bench_s3_lmcache.py`, which needs an environment with LMCache.
+
 The storm is measured twice: as users run it, with a breaker that soon refuses most calls, and without it, where
 only retries and pace hold requests back. A ratio is requests at the server over reads that were asked for.
 """
@@ -333,15 +335,6 @@ def black_hole(figures: Figures) -> None:
     figure(figures, "s3.blackhole.recovery_s", recovery, "s", "lower", 5.0)
 
 
-def lmcache() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("lmcache") is None:
-        print("\nLMCache's own s3 connector: lmcache is not installed here, so it was not compared")
-    else:
-        print("\nLMCache is installed: `kvstore-bench compare lmcache` compares its s3 connector with ours")
-
-
 @contextmanager
 def _certificate(wanted: bool) -> Iterator[Path | None]:
     import tempfile
@@ -374,7 +367,6 @@ def main() -> int:
         "layers": lambda: layer_groups(figures, 1 if args.quick else 3),
         "storm": lambda: storms(figures, 3.0 if args.quick else 10.0),
         "blackhole": lambda: black_hole(figures),
-        "lmcache": lmcache,
     }
     for name, part in parts.items():
         if not only or name in only:

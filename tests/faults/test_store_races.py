@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvstore import asks
 from kvstore.backend import MISS, Outcome, Read, Status
 from kvstore.buffers import BufferPool
 from kvstore.errors import ClosedError, ConfigError, KVStoreError, PermanentError, TransientError
+from kvstore.keys import opaque_key
 from kvstore.layout import KVLayout
-from kvstore.record import kv_spec
+from kvstore.record import kv_spec, opaque_spec
 from kvstore.scheduler import Job, LaneGroup
-from kvstore.store import Item, Priority, Want
+from kvstore.store import Item, Priority, Store, Want
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from tests.faults.store_support import RAW, expire, faulty, idle, order_of, times, until
 from tests.faults.support import DTYPE, LAYOUT, SPEC, TOKENS, chain, items, payload, poisoned, soon, store_over, wants
@@ -447,3 +449,59 @@ def test_destinations_that_overlap_are_refused_where_that_is_cheap_to_see() -> N
             store.get_many(["x", "y"], into=[memory[:8], memory[7:15]])
         assert store.get_many(["x", "y"], into=[memory[:8], memory[8:]]) == [8, 8]
         assert memory == b"12345678abcdefgh"
+        twice = [Want(opaque_key(name, namespace=store.config.namespace), memory[:8], opaque_spec(8)) for name in "xy"]
+        assert [outcome.ok for outcome in store.submit_get(twice[:1] * 2).result(20)] == [
+            True,
+            True,
+        ]  # one and the same
+        with pytest.raises(ConfigError, match="overlap"):
+            store.submit_get([twice[0], twice[1]._replace(dst=twice[0].dst)])
+
+
+def test_a_question_that_expires_on_its_way_to_the_next_replica_leaves_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = chain(1)
+    backends = [FaultyBackend(DictBackend(name=name, lanes=1)) for name in ("one", "two")]
+    with store_over(*backends, replicas=2) as store:
+        target = store._machinery.targets[store._machinery.asker._order(key[0])[1]]
+        second = backends[target.index]
+        second.push(Fault.hang(), operation="quarantine")
+        busy = _Busy(lambda: second.quarantine(key, deadline=soon()))
+        target.lanes.submit([busy])
+        second.wait_hung()
+        real = asks._Question.ask
+
+        def ask(self: asks._Question, indices: Sequence[int], number: int) -> None:
+            if number:
+                expire(store, done)
+            real(self, indices, number)
+
+        monkeypatch.setattr(asks._Question, "ask", ask)
+        first = backends[1 - target.index]
+        first.push(Fault.hang(Fault.miss()), operation="stat")
+        done = store.submit_lookup(key, deadline=soon())
+        first.wait_hung()
+        first.release()
+        assert done.result(20) == 0
+        until(lambda: first_idle(store, first.name))
+        assert target.lanes.stats()["queued"] == 0
+        second.release()
+        until(lambda: idle(store))
+    assert second.calls_of("stat") == []
+
+
+class _Busy(Job):
+    """Holds a lane."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(Priority.DEMAND)
+        self._work = work
+
+    def run(self) -> None:
+        self._work()
+
+    def drop(self, error: KVStoreError) -> None:
+        pass
+
+
+def first_idle(store: Store, name: str) -> bool:
+    return bool(store.stats()["backends"][name]["busy"] == 0)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore import writes
 from kvstore.backend import EXISTS, MISS, OK, Outcome, Read, Status, Write
 from kvstore.buffers import Buffer, BufferPool
 from kvstore.completion import Completion
@@ -239,6 +240,34 @@ def test_put_many_waits_for_room_that_background_writes_take() -> None:
         until(lambda: idle(store))
 
 
+def test_put_many_gets_the_room_that_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may come at any moment before it is in the queue: it waits for them too."""
+    real, others = writes.pin_all, [chain(1, start=n * 100) for n in range(3)]
+    backend = faulty()
+    with store_over(backend, write_queue_bytes=2 * SPEC.nbytes) as store:
+        dones: list[Completion[Any]] = []
+
+        def rush(holds: Sequence[Any]) -> None:
+            monkeypatch.setattr(writes, "pin_all", real)
+            backend.push(Fault.hang(), operation="put")
+            dones.append(store.submit_put(items([*others[0], *others[1]])))
+            backend.wait_hung()
+            releaser.start()
+            real(holds)
+
+        def let_go() -> None:
+            until(lambda: store._machinery.writer._less._waiters)  # type: ignore[attr-defined]
+            backend.release()
+
+        releaser = threading.Thread(target=let_go)
+        monkeypatch.setattr(writes, "pin_all", rush)
+        outcomes = store.put_many({"x": bytes(SPEC.nbytes)})
+        releaser.join(20)
+        assert [outcome.status for outcome in outcomes] == [Status.OK]
+        assert all(outcome.ok for outcome in dones[0].result(20))
+        until(lambda: idle(store))
+
+
 def test_blocking_calls_end_while_a_backend_hangs() -> None:
     backend = faulty({"get": [Fault.hang()], "put": [Fault.hang()] * 2}, lanes=4)
     ends: dict[str, Any] = {}
@@ -447,3 +476,23 @@ def test_leases_that_nobody_gets_are_given_back(how: str) -> None:
                 lease.release()
         if how != "raises":
             assert pool.stats().in_use == 0
+        assert "corrupt_records" not in store.stats()  # what is stored is good
+
+
+def test_a_corrupt_record_that_is_leased_is_counted_and_put_aside(caplog: pytest.LogCaptureFixture) -> None:
+    keys = chain(3)
+    with BufferPool(1 << 20) as pool:
+        backend = _Leasing(pool, "good")
+        with store_over(backend) as store:
+            store.submit_put(items(keys)).result()
+            backend.records[keys[1]] = backend.records[keys[1]][:-1] + b"?"
+            leases = store.submit_lease(keys).result(20)
+            assert [lease is not None for lease in leases] == [True, False, True]
+            for lease in leases:
+                if lease is not None:
+                    lease.release()
+            assert pool.stats().in_use == 0
+            assert [key for key, _ in backend.quarantined] == [keys[1]]
+            assert store.stats()["corrupt_records"] == 1
+            assert f"corrupt record {keys[1][:6].hex()}" in caplog.text
+            assert store.submit_put(items(keys)).result(20)[1].status is Status.OK  # healed

@@ -95,6 +95,19 @@ def test_raw_reads_fill_the_destinations_and_leave_no_file(tmp_path: Path, lanes
     assert not list(tmp_path.iterdir())
 
 
+def test_raw_reads_of_given_files_read_from_their_offsets_and_leave_them(tmp_path: Path) -> None:
+    sources, destinations = views(3, 5000), views(3, 5000, fill=0)
+    files = [(tmp_path / f"record-{index}", 100 * index) for index in range(3)]
+    for (path, offset), source in zip(files, sources, strict=True):
+        path.write_bytes(bytes(offset) + bytes(source))
+    side = ReadFiles(tmp_path, sources, destinations, files)
+    for job in side.jobs(2):
+        job()
+    side.close()
+    assert destinations == sources
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_raw_reads_notice_a_file_that_ends_early(tmp_path: Path) -> None:
     side = ReadFiles(tmp_path, views(1, 100), views(1, 100, fill=0))
     with open(next(tmp_path.iterdir()), "r+b") as file:

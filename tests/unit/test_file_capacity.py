@@ -14,6 +14,8 @@ import pytest
 
 from kvstore.backend import EXISTS, MISS, OK, Status, Write
 from kvstore.errors import PermanentError, TransientError
+from kvstore.wrappers import BreakerBackend, BreakerState
+from kvstore.wrappers.base import LocalWait
 from kvstore_backends.file import FileBackend
 from kvstore_backends.file import capacity as capacity_module
 from tests.faults.file_support import (
@@ -437,3 +439,25 @@ def test_empty_folders_go_with_their_records(full: FileBackend, root: Path) -> N
     assert len([path for path in root.iterdir() if path.name != ".kvstore"]) <= 10
     assert full.delete([key(name) for name in range(190, 200)], deadline=soon()) == [OK] * 10
     assert [path.name for path in root.iterdir()] == [".kvstore"]
+
+
+def test_waiting_for_others_says_nothing_about_the_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a breaker nor a limit may take a full house for a folder in trouble."""
+    monkeypatch.setattr(capacity_module, "_WAIT_SECONDS", 0.0)
+    with Opened(root, nbytes=CAP) as opened:
+        backend = BreakerBackend(opened, failures=1)
+        write = [Write(key(1), [memoryview(payload(1, 1000))])]
+        capacity = opened._held.capacity
+        assert capacity is not None
+        capacity.reserve(CAP, soon())
+        (outcome,) = backend.put(write, deadline=soon())
+        assert isinstance(outcome.error, LocalWait)
+        capacity.commit([], CAP, soon())
+        capacity._usage.acquire(soon())
+        try:
+            (outcome,) = backend.put(write, deadline=time.monotonic() + 0.01)
+        finally:
+            capacity._usage.release()
+        assert isinstance(outcome.error, LocalWait)
+        assert backend.state is BreakerState.CLOSED
+        assert backend.put(write, deadline=soon())[0].ok

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,17 +174,21 @@ def test_quarantine_does_not_follow_links(tmp_path: Path, root: Path) -> None:
     assert not list(outside.iterdir())
 
 
-def test_quarantine_puts_back_what_was_stored_in_between(root: Path) -> None:
+@pytest.mark.parametrize("refused", [(), ("link",), ("link", "rename_noreplace")], ids=["link", "renameat2", "rename"])
+def test_quarantine_puts_back_what_was_stored_in_between(root: Path, refused: Sequence[str]) -> None:
     """Another process heals the record between our look at the name and the rename."""
     calls = Script()
     with Opened(root, calls=calls) as opened:
         put(opened, 1)
         real = calls.rename
+        for name in refused:
+            calls.fail(name, errno.EPERM if name == "link" else errno.EINVAL, times=None)
 
         def heal(*args: Any, **kwargs: Any) -> None:
             fresh = root / "fresh"
             fresh.write_bytes(b"healed")
             fresh.replace(file_of(root, 1))
+            calls.replace("rename", real)
             real(*args, **kwargs)
 
         calls.replace("rename", heal)

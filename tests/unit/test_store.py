@@ -8,7 +8,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 import kvstore
 from kvstore import buffers, flights, staged
-from kvstore.backend import Outcome, Read, Status, Write
+from kvstore import store as store_module
+from kvstore.backend import KeyInfo, Outcome, Read, Status, Write
 from kvstore.completion import CompletionQueue
-from kvstore.errors import ClosedError, ConfigError
+from kvstore.errors import ClosedError, ConfigError, TransientError
 from kvstore.keys import opaque_key
 from kvstore.layout import KVLayout
 from kvstore.record import kv_spec, opaque_spec, parse_header
@@ -515,3 +516,43 @@ def test_store_is_typed_and_lazy() -> None:
     assert isinstance(kvstore.open_store("memory://?bytes=1MiB").close(), type(None))
     assert kvstore.Store is Store
     assert TOKENS == 16
+
+
+def test_a_claim_beyond_reason_is_not_allocated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A header that lies about its size, or many that together do, must not take all memory."""
+    with store_over(DictBackend(), remote_serde="lz4") as store:
+        zeros = {f"zeros {n}": bytes(100_000) for n in range(4)}
+        store.put_many({**zeros, "noise": os.urandom(100_000)})
+        assert store.get_many([*zeros]) == [*zeros.values()]
+        assert caplog.text == ""
+        monkeypatch.setattr(store_module, "_MAX_CLAIMS", 250_000)
+        monkeypatch.setattr(store_module, "_MAX_EXPANSION", 2)
+        assert [bool(each) for each in store.get_many([*zeros, "nothing"])] == [True, True, False, False, False]
+        assert "2 of 5 records that claim up to 100000 bytes; read them with into=" in caplog.text
+        monkeypatch.setattr(store_module, "_MAX_CLAIMS", 0)
+        monkeypatch.setattr(store_module, "_MAX_EXPANSION", 3)
+        found = store.get_many(["noise", *zeros])  # what is stored as it is gives credit
+        assert [each is not None for each in found] == [True, True, True, False, False]
+        monkeypatch.setattr(store_module, "_MAX_CLAIM", 99_999)
+        assert store.get_many(["noise"]) == [None]
+        assert store.get_many(["noise"], into=[bytearray(100_000)]) == [100_000]
+
+
+def test_a_list_without_a_deadline_has_one() -> None:
+    deadlines = []
+
+    class Listing(DictBackend):
+        def list(self, *, deadline: float) -> Iterator[Sequence[KeyInfo]]:
+            deadlines.append(deadline)
+            return super().list(deadline=deadline)
+
+    with store_over(Listing(), put_timeout=7.0) as store:
+        start = time.monotonic()
+        assert list(store.list()) == []
+        assert start + 7 <= deadlines[0] <= time.monotonic() + 7
+        with pytest.raises(TransientError):
+            list(store.list(deadline=start))
+        with pytest.raises(ConfigError):
+            next(store.list(deadline=float("nan")))

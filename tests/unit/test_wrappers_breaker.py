@@ -151,21 +151,44 @@ def test_what_says_nothing_neither_opens_it_nor_starts_the_count_anew(fault: Fau
 
 
 def test_every_operation_counts_and_is_refused() -> None:
-    calls: list[Callable[[Backend], list[Outcome]]] = [
+    reads: list[Callable[[Backend], list[Outcome]]] = [
         lambda backend: backend.stat([key(1)], deadline=FAR),
         lambda backend: backend.get_into([Read(key(1), memoryview(bytearray(1)))], deadline=FAR),
+    ]
+    writes: list[Callable[[Backend], list[Outcome]]] = [
         lambda backend: backend.put([Write(key(1), [memoryview(b"x")])], deadline=FAR),
         lambda backend: backend.delete([key(1)], deadline=FAR),
         lambda backend: backend.quarantine([key(1)], deadline=FAR),
     ]
-    for call in calls:
+    for call in [*reads, *writes]:
         rig = Rig(failures=2)
         call(rig.backend)
         call(rig.backend)
         assert rig.backend.state is OPEN
-        for other in calls:
+        side = reads if call in reads else writes
+        for other in side:
             assert refused(other(rig.backend))
         assert len(rig.inner.calls) == 2
+
+
+def test_trouble_with_writes_refuses_no_reads_and_the_other_way_round() -> None:
+    failing = {"stat": [], "put": [Fault.error()] * 3}
+    backend = BreakerBackend(FaultyBackend(DictBackend(), failing), failures=3, metrics=(metrics := Metrics()))
+    write = [Write(key(1), [memoryview(b"x")])]
+    for _ in range(3):
+        assert backend.stat([key(1)], deadline=FAR)[0].status is Status.MISS  # an answer to a read saves no write
+        backend.put(write, deadline=FAR)
+    assert (backend.read_state, backend.write_state, backend.state) == (CLOSED, OPEN, OPEN)
+    assert refused(backend.put(write, deadline=FAR))
+    assert refused(backend.delete([key(1)], deadline=FAR))
+    assert backend.stat([key(1)], deadline=FAR)[0].status is Status.MISS
+    assert list(backend.list(deadline=FAR)) == []
+    assert [metrics.value("kvstore_breaker_state", "dict", side) for side in ("reads", "writes")] == [0, 2]
+    rig = Rig()
+    rig.open()
+    assert (rig.backend.read_state, rig.backend.write_state) == (OPEN, CLOSED)
+    rig.inner.push(Fault.ok())
+    assert rig.backend.put(write, deadline=FAR)[0].ok
 
 
 def test_a_slow_hang_opens_it() -> None:

@@ -17,6 +17,7 @@ from kvstore.keys import Key
 from kvstore.metrics import Metrics
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from kvstore.wrappers import BreakerBackend, LimitedBackend, RetryingBackend
+from kvstore.wrappers.base import LocalWait
 
 FAR = math.inf
 ERROR, MISSED, FINE = Status.ERROR, Status.MISS, Status.OK
@@ -451,6 +452,18 @@ def test_what_is_not_throttling_changes_nothing(fault: Fault) -> None:
     fixed = LimitedBackend(FaultyBackend(DictBackend(), otherwise=Fault.error()), concurrency=8, adaptive=False)
     fixed.stat([key(1)], deadline=FAR)
     assert fixed.allowed == 8
+
+
+def test_what_says_nothing_about_the_backend_is_no_throttling() -> None:
+    late = LimitedBackend(FaultyBackend(DictBackend(), otherwise=Fault.error()), concurrency=8)
+    late.stat([key(1)], deadline=time.monotonic() - 1)  # over before it began
+    assert late.allowed == 8
+    late.stat([key(1)], deadline=FAR)
+    assert late.allowed == 4
+    waits = FaultyBackend(DictBackend(), otherwise=Fault.error(LocalWait("others hold the lock")))
+    local = LimitedBackend(waits, concurrency=8)
+    local.stat([key(1)], deadline=FAR)
+    assert local.allowed == 8
 
 
 def test_a_full_house_does_not_open_the_breaker() -> None:

@@ -141,22 +141,38 @@ class Memcpy:
 class ReadFiles:
     """`preadv` of warm files that are open already, into `destinations`.
 
-    They are the very files that the other side reads: where the kernel happened to put a file's pages makes twice the
-    difference here, so files of one's own would compare two places in memory rather than two programs.
+    Where they lie in files, they are the very files that the other side reads: where the kernel happened to put a
+    file's pages makes twice the difference here, so copies would compare two places in memory, not two programs.
 
     Args:
+        folder: where copies of `sources` are written if `files` is None; they are removed by `close`.
         files: one file per destination, and the offset in it from which the destination is filled.
     """
 
     name = "preadv"
     repeatable = True
 
-    def __init__(self, files: Sequence[tuple[Path, int]], destinations: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sequence[memoryview],
+        destinations: Sequence[memoryview],
+        files: Sequence[tuple[Path, int]] | None = None,
+    ) -> None:
         self._destinations = destinations
         self._files: list[tuple[int, int]] = []
+        self._copies: list[Path] = []
         try:
-            for path, offset in files:
-                self._files.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC), offset))
+            if files is not None:
+                for path, offset in files:
+                    self._files.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC), offset))
+                return
+            for index, source in enumerate(sources):
+                path = folder / f"read-{index}"
+                fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                self._copies.append(path)
+                self._files.append((fd, 0))
+                _write(fd, source)
         except BaseException:
             self.close()
             raise
@@ -187,6 +203,9 @@ class ReadFiles:
         files, self._files = self._files, []
         for fd, _ in files:
             os.close(fd)
+        copies, self._copies = self._copies, []
+        for path in copies:
+            path.unlink(missing_ok=True)
 
 
 class WriteFiles:

@@ -348,12 +348,14 @@ class _Run:
         self.done += count
         self.progress(what, self.done, self.total)
 
-    def _ceiling(self, target: Target, ours: Any, op: str, work: Any, place: Place, *, tiny: bool) -> Side:
+    def _ceiling(
+        self, target: Target, ours: Any, op: str, keys: Sequence[bytes], work: Any, place: Place, *, tiny: bool
+    ) -> Side:
         from .ceilings import Memcpy, PythonLoop, ReadFiles, WriteFiles
         from .targets import record_files
 
         if tiny:
-            return PythonLoop(op, work.new_keys(), work.sources, work.destinations)
+            return PythonLoop(op, keys, work.sources, work.destinations)
         if place is None:
             return Memcpy(work.sources, work.destinations)
         if not isinstance(place, Path):
@@ -361,7 +363,8 @@ class _Run:
 
             return HttpGet(place, work.sources, work.destinations) if op == "get" else HttpPut(place, work.sources)
         if op == "get":
-            return ReadFiles(record_files(target.url, ours.keys, work.nbytes), work.destinations)
+            files = record_files(target.url, ours.keys, work.nbytes)
+            return ReadFiles(place, work.sources, work.destinations, files)
         return WriteFiles(place, work.sources)
 
     def _row(self, target: Target, op: str, size: int, count: int, place: Place, *, tiny: bool = False) -> Row:
@@ -374,6 +377,7 @@ class _Run:
         work = Workload(
             *self.regions, count=count, nbytes=size, make_key=target.key, run_id=names, announce=self.journal.batch
         )
+        ceiling_keys = work.new_keys() if tiny else []  # before `fill`: new keys bring new content
         ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S)
         same = place is None and not target.whole
         most = min(count, target.lanes, MOST_LANES)
@@ -391,7 +395,7 @@ class _Run:
             filled = ours.fill(self.pool, our_lanes[-1]) if isinstance(ours, GetSide) else True
             ceiling = None
             if filled:
-                ceiling = self._ceiling(target, ours, op, work, place, tiny=tiny)
+                ceiling = self._ceiling(target, ours, op, ceiling_keys, work, place, tiny=tiny)
                 clean.callback(ceiling.close)
             measured = None
             verified = filled and ours.verify(self.pool, our_lanes[0])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.backend import Outcome, Read, Write
-from kvstore.errors import ConfigError
 from kvstore.keys import Key, opaque_key
 from kvstore.registry import parse_url
 
@@ -154,18 +153,10 @@ class StoreTarget(Target):
         self._store.close()
 
 
-def record_files(url: str, keys: Sequence[Key], nbytes: int) -> list[tuple[Path, int]]:
-    """The files that hold records of a `file://` URL, and where in each the last `nbytes` bytes begin.
-
-    Raises:
-        ConfigError: a record lies in no file of the folder.
-    """
-    root = Path(parse_url(url).path)
-    found = {path.name[:64]: path for path in root.glob("*/*/*.kv")}
-    files = []
-    for key in keys:
-        path = found.get(key.hex())
-        if path is None:
-            raise ConfigError(f"{root} holds no file of record {key.hex()[:12]}…: no raw read to compare with")
-        files.append((path, path.stat().st_size - nbytes))
-    return files
+def record_files(url: str, keys: Sequence[Key], nbytes: int) -> list[tuple[Path, int]] | None:
+    """The files that hold records of a `file://` URL, and where in each the last `nbytes` bytes begin; None if they
+    do not lie in files named by their keys."""
+    found = {path.name[:64]: path for path in Path(parse_url(url).path).glob("*/*/*.kv")}
+    paths = [found.get(key.hex()) for key in keys]
+    files = [(path, path.stat().st_size - nbytes) for path in paths if path is not None]
+    return files if len(files) == len(keys) else None

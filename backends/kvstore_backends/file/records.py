@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstore.keys import Key
 
-from .naming import OWN, QUARANTINE, file_name, leaf_path, quarantine_name
+from .naming import OWN, QUARANTINE, file_name, leaf_path, new_temp_name, quarantine_name
 from .oscalls import OsCalls
 from .tree import HANDLE_FLAGS, list_quarantine
 
@@ -179,10 +179,11 @@ def _move(calls: OsCalls, root: int, folder: int, name: str, key: Key, found: os
         if moved.st_ino != found.st_ino:
             # Stored again between our look and the rename: put the good one back, without overwriting a third.
             try:
-                calls.link(aside, name, src_dir_fd=target, dst_dir_fd=folder, follow_symlinks=False)
-            except FileExistsError:
+                _put_back(calls, target, aside, folder, name)
+            except (
+                OSError
+            ):  # it stays aside, a loss to nobody but the cache; what has its name now is not ours to judge
                 pass
-            calls.unlink(aside, dir_fd=target)
     except FileNotFoundError:
         raise
     except OSError:
@@ -190,3 +191,22 @@ def _move(calls: OsCalls, root: int, folder: int, name: str, key: Key, found: os
     finally:
         calls.close(target)
     return True
+
+
+def _put_back(calls: OsCalls, target: int, aside: str, folder: int, name: str) -> None:
+    """Give a record in the quarantine its name back, unless that is taken by now. Raises `OSError`: it stays there."""
+    try:
+        calls.link(aside, name, src_dir_fd=target, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        pass
+    except OSError:  # no hard links here
+        temp = new_temp_name()
+        calls.rename(aside, temp, src_dir_fd=target, dst_dir_fd=folder)
+        try:
+            calls.rename_noreplace(folder, temp, name)
+        except FileExistsError:
+            calls.unlink(temp, dir_fd=folder)
+        except OSError:  # nor that; a third one here would have been stored in this very moment, and is as good
+            calls.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
+        return
+    calls.unlink(aside, dir_fd=target)
