@@ -83,9 +83,8 @@ def weights_fingerprint(model: Any) -> str:
     for name, tensor in sorted(_tensors(model)):
         digest.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
         raw = _raw(name, tensor)
-        step = max(1, len(raw) if raw.device.type == "cpu" else _BLOCK_BYTES)
-        for begin in range(0, len(raw), step):
-            digest.update(raw[begin : begin + step].cpu().numpy().data)
+        for begin in range(0, len(raw), _BLOCK_BYTES):
+            digest.update(raw[begin : begin + _BLOCK_BYTES].cpu().numpy().data)
     digest.update(json.dumps([_config_text(model), _adapters(model)]).encode())
     return digest.hexdigest()
 

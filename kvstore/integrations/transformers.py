@@ -238,9 +238,10 @@ class KVCacheStore:
             tries += 1
             if tries == _PUT_TRIES or not done.done() or time.monotonic() >= deadline:
                 return done
-            # Done so soon with a passing error: another writer took the room.
-            if not isinstance(_only_outcome(done).error, TransientError):
+            error = _only_outcome(done).error
+            if not isinstance(error, TransientError) or error.backend is not None:
                 return done
+            # Refused by the store itself: another writer was faster to take the room.
 
     # Loading.
 

@@ -6,21 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvstore
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, TransientError
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from kvstore.testing.models import default_model_folder, tiny_model
-from tests.faults.support import store_over
+from tests.faults.support import items, store_over
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kvstore.integrations.transformers import KVCacheStore, weights_fingerprint  # noqa: E402
+from kvstore.integrations import _models  # noqa: E402
+from kvstore.integrations import transformers as integration  # noqa: E402
+from kvstore.integrations.transformers import KVCacheStore, SaveResult, weights_fingerprint  # noqa: E402
 
 CHUNK = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -256,6 +259,319 @@ def test_other_weights_or_rotary_parameters_under_the_same_name_never_match() ->
         assert KVCacheStore(store, one.to(torch.bfloat16), model_name="same").load(ids)[1] == 0
 
 
+def test_any_byte_of_weights_buffers_and_configuration_changes_the_fingerprint() -> None:
+    model = tiny_model("llama")
+    weight = model.model.embed_tokens.weight
+    seen = [weights_fingerprint(model)]
+    with torch.no_grad():
+        for index in (1, weight.numel() // 2, weight.numel() - 1):  # between and behind what a sample would take
+            weight.view(-1)[index] += 1
+            seen.append(weights_fingerprint(model))
+        model.model.rotary_emb.inv_freq[-1] *= 2
+        seen.append(weights_fingerprint(model))
+        weight.copy_(weight.view(-1).view(64, 1024).T)  # the same numbers elsewhere
+        seen.append(weights_fingerprint(model))
+    model.config.mlp_bias = True
+    seen.append(weights_fingerprint(model))
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_fingerprint_is_that_of_the_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = tiny_model("llama", dtype=torch.bfloat16), tiny_model("llama", dtype=torch.bfloat16)
+    two.config._name_or_path = "/somewhere/else"
+    two.config.dtype = torch.bfloat16  # as from_pretrained sets it
+    two.config.transformers_version = "5.19.0"
+    two.config.use_cache = False
+    expected = weights_fingerprint(one)
+    assert weights_fingerprint(two) == expected
+    monkeypatch.setattr(_models, "_BLOCK_BYTES", 1000)
+    assert weights_fingerprint(two) == expected
+    weight = two.lm_head.weight = torch.nn.Parameter(two.lm_head.weight.T.contiguous().T)
+    two.model.embed_tokens.weight = weight
+    assert not weight.is_contiguous()
+    assert weights_fingerprint(two) == expected
+
+
+def test_weights_without_bytes_need_a_revision() -> None:
+    model = tiny_model("llama")
+    model.model.norm.weight = torch.nn.Parameter(torch.empty(64, device="meta"))
+    with make_store() as store:
+        with pytest.raises(ConfigError, match="norm.weight has no bytes.*revision"):
+            KVCacheStore(store, model)
+        assert KVCacheStore(store, model, revision="v1").context.revision == "v1"
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.view(-1)[1] += 1
+
+
+def _one_tensor_replaced(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    model.model.layers[0].self_attn.k_proj.weight = torch.nn.Parameter(weight * 2)
+
+
+def _through_data(model: Any) -> None:  # torch counts no version; PEFT merges adapters so
+    model.model.layers[0].self_attn.k_proj.weight.data *= 2
+
+
+def _rotary(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 2
+
+
+def _adapter(model: Any) -> None:  # as PEFT marks the layers that an adapter works on
+    model.model.layers[0].self_attn.k_proj._active_adapter = ["other"]
+
+
+def _more_adapters(model: Any) -> None:
+    model.peft_config = {"other": None}
+
+
+def _inference_tensors(model: Any) -> None:  # they have no version
+    with torch.inference_mode():
+        model.model.layers[0].self_attn.k_proj.weight = torch.nn.Parameter(torch.ones(32, 64), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_in_place, _one_tensor_replaced, _through_data, _rotary, _adapter, _more_adapters, _inference_tensors],
+)
+def test_weights_changed_later_do_not_match(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(64)
+    model = tiny_model("llama")
+    hashed: list[str] = []
+
+    def counted(of: Any) -> str:
+        hashed.append(weights_fingerprint(of))
+        return hashed[-1]
+
+    monkeypatch.setattr(integration, "weights_fingerprint", counted)
+    with make_store() as store:
+        kv = KVCacheStore(store, model)
+        promised = KVCacheStore(store, model, revision="v1")
+        for each in (kv, promised):
+            each.save(ids, forward(model, ids))
+            assert each.load(ids)[1] == 63
+        assert len(hashed) == 1  # not again while nothing changes
+        change(model)
+        assert kv.load(ids)[1] == 0
+        assert kv.save(ids, forward(model, ids)).stored == 4
+        assert kv.load(ids)[1] == 63
+        assert len(set(hashed)) == 2
+        assert promised.load(ids)[1] == 63  # whoever gives a revision answers for it
+
+
+def test_a_change_that_no_token_shows_is_seen_by_refresh() -> None:
+    ids = prompt(64)
+    model = tiny_model("llama")
+    with make_store() as store:
+        kv = KVCacheStore(store, model)
+        kv.save(ids, forward(model, ids))
+        model.model.layers[0].self_attn.k_proj.weight.data[0, 0] += 1
+        kv.refresh()
+        assert kv.load(ids)[1] == 0
+
+
+def test_a_model_that_was_converted_later_is_stored_in_its_new_dtype() -> None:
+    ids = prompt(64)
+    model = tiny_model("llama")
+    with make_store() as store:
+        kv = KVCacheStore(store, model, revision="v1")
+        kv.save(ids, forward(model, ids))
+        model.to(torch.bfloat16)
+        assert kv.load(ids)[1] == 0
+        cache = forward(model, ids)
+        assert kv.save(ids, cache).stored == 4
+        loaded, hit = kv.load(ids)
+        assert (hit, loaded.layers[0].keys.dtype) == (63, torch.bfloat16)
+        assert_same(loaded, cache, 63)
+
+
+def save_in_thread(kv: KVCacheStore, *args: Any) -> tuple[threading.Thread, list[SaveResult]]:
+    results: list[SaveResult] = []
+    thread = threading.Thread(target=lambda: results.append(kv.save(*args)))
+    thread.start()
+    return thread, results
+
+
+def test_a_long_prompt_waits_for_room_in_the_write_queue() -> None:
+    model = tiny_model("llama")
+    ids = prompt(600)
+    backend = FaultyBackend(DictBackend(), {"put": [Fault.hang()]})
+    with make_store(backend, write_queue_bytes=30_000) as store:  # two chunks
+        kv = KVCacheStore(store, model)
+        cache = forward(model, ids)
+        thread, results = save_in_thread(kv, ids, cache)
+        backend.wait_hung()
+        backend.release()
+        thread.join(30)
+        assert results == [SaveResult(37, 37, 0, 0, results[0].nbytes)]
+        assert store.stats()["put_dropped"] == 0
+        assert_same(kv.load(ids)[0], cache, 592)
+
+
+def test_a_chunk_waits_while_other_writers_fill_the_write_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    ids = prompt(64)
+    backend = FaultyBackend(DictBackend(), {"put": [Fault.hang()]})
+    with make_store(backend, write_queue_bytes=13_000) as store:
+        kv = KVCacheStore(store, model)
+        cache = forward(model, ids)
+        others = store.submit_put(items([kvstore.opaque_key("other")]))
+        backend.wait_hung()
+        filled = threading.Event()
+        put_chunk = kv._put
+        monkeypatch.setattr(kv, "_put", lambda *args: (filled.set(), put_chunk(*args))[1])
+        thread, results = save_in_thread(kv, ids, cache)
+        assert filled.wait(30)
+        backend.release()
+        thread.join(30)
+        assert others.result()[0].status is kvstore.Status.OK
+        assert (results[0].stored, results[0].failed) == (4, 0)
+
+
+@pytest.mark.parametrize("on_error", ["miss", "raise"])
+def test_a_chunk_that_lost_the_race_for_room_is_tried_again(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
+    model = tiny_model("llama")
+    ids = prompt(64)
+    with make_store(on_error=on_error) as store:
+        kv = KVCacheStore(store, model)
+        put = store._put
+        refusals = [TransientError("dropped: the write queue is full", operation="put") for _ in range(3)]
+
+        def refused_at_first(*args: Any, **more: Any) -> Any:
+            if not refusals:
+                return put(*args, **more)
+            done: kvstore.Completion[Any] = kvstore.Completion()
+            error = refusals.pop()
+            if on_error == "raise":
+                done.set_exception(error)
+            else:
+                done.set_result([kvstore.Outcome.failed(error)])
+            return done
+
+        monkeypatch.setattr(store, "_put", refused_at_first)
+        assert kv.save(ids, forward(model, ids)).stored == 4
+        assert not refusals
+
+
+def test_a_save_ends_at_its_deadline_and_says_what_failed() -> None:
+    model = tiny_model("llama")
+    ids = prompt(64)
+    backend = FaultyBackend(DictBackend(), {"put": [Fault.hang()] * 4})
+    with make_store(backend, write_queue_bytes=13_000) as store:
+        kv = KVCacheStore(store, model)
+        saved = kv.save(ids, forward(model, ids), timeout=0.3)
+        assert (saved.stored, saved.failed) == (0, 4)
+        assert isinstance(saved.error, TransientError)
+        backend.release()
+
+
+def test_on_error_raise_raises_after_all_chunks_were_tried() -> None:
+    model = tiny_model("llama")
+    ids = prompt(64)
+    backend = FaultyBackend(DictBackend(), {"put": [Fault.error()]})
+    with make_store(backend, on_error="raise") as store:
+        kv = KVCacheStore(store, model)
+        with pytest.raises(TransientError, match="scripted"):
+            kv.save(ids, forward(model, ids))
+        assert kv.save(ids, forward(model, ids)).existing == 3
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_what_misses_is_not_read_in_later_layers(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    monkeypatch.setattr(integration, "_FIRST_GROUP_BYTES", 1)
+    layers = 8  # one group each
+    model = tiny_model("llama", num_hidden_layers=layers)
+    ids = prompt(100)
+    backend = FaultyBackend(DictBackend())
+    with make_store(backend) as store:
+        kv = KVCacheStore(store, model)
+        cache = forward(model, ids)
+        kv.save(ids, cache)
+        keys = kvstore.chunk_keys(ids[0], context=kv.context, chunk_size=CHUNK)
+        backend.inner.delete([keys[missing]], deadline=float("inf"))
+        known = FaultyBackend(backend, {"stat": []})
+        known.stat = lambda keys, *, deadline: [kvstore.Outcome(kvstore.Status.OK)] * len(keys)  # type: ignore[method-assign]
+        with store_over(known, chunk_size=CHUNK, buffer_pool_bytes=1 << 20) as hopeful:
+            loaded, hit = KVCacheStore(hopeful, model).load(ids)
+            assert hit == missing * CHUNK
+            # Two groups were under way; a get may read the header besides.
+            assert 1 <= known.count("get", keys[5]) <= 4
+            if missing:
+                assert known.count("get", keys[0]) >= layers
+                assert_same(loaded, cache, hit)
+                heads, size = kv.layout.num_kv_heads, kv.layout.head_dim
+                for layer in loaded.layers:
+                    assert layer.keys.untyped_storage().nbytes() == heads * hit * size * 4
+            else:
+                assert known.count("get") <= 6 * 4
+            assert hopeful.pool.stats().in_use == 0
+
+
+def test_the_last_column_is_not_read_if_it_is_a_chunk_of_its_own() -> None:
+    model = tiny_model("llama")
+    ids = prompt(33)
+    backend = FaultyBackend(DictBackend())
+    with make_store(backend, save_unfull_chunk=True) as store:
+        kv = KVCacheStore(store, model)
+        assert kv.save(ids, forward(model, ids)).stored == 3
+        assert kv.load(ids)[1] == 32
+        keys = kvstore.chunk_keys(ids[0], context=kv.context, chunk_size=CHUNK, save_unfull_chunk=True)
+        assert backend.count("get", keys[2]) == 0
+
+
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_layer_larger_than_the_pool_is_read_in_parts(batch: int) -> None:
+    model = tiny_model("llama", **WIDE)
+    ids = prompt(400, batch)
+    with make_store() as store:
+        kv = KVCacheStore(store, model)
+        cache = forward(model, ids)
+        assert kv.layout.segment_bytes(400, "float32") > store.pool.nbytes
+        assert kv.save(ids, cache).failed == 0
+        loaded, hit = kv.load(ids)
+        assert hit == 399
+        assert_same(loaded, cache, 399)
+        longer = torch.cat([ids[:, :320], prompt(80, batch, seed=9)], dim=1)
+        loaded, hit = kv.load(longer)
+        assert hit == 320
+        assert_same(loaded, cache, 320)
+
+
+def test_a_pool_too_small_for_one_layer_of_a_chunk_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama", **WIDE)
+    ids = prompt(520)
+    backend = DictBackend()
+    with (
+        store_over(backend, chunk_size=512, buffer_pool_bytes=8 << 20) as large,
+        store_over(backend, chunk_size=512, buffer_pool_bytes=1 << 20) as small,
+    ):
+        cache = forward(model, ids)
+        assert KVCacheStore(large, model).save(ids, cache).stored == 1
+        assert KVCacheStore(large, model).load(ids)[1] == 512
+        assert not caplog.records
+        assert KVCacheStore(small, model).load(ids)[1] == 0
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "buffer_pool_bytes" in caplog.text
+
+
+def test_padding_on_the_right_is_refused_on_load() -> None:
+    model = tiny_model("llama")
+    ids = prompt(48, 2)
+    mask = torch.ones(2, 48, dtype=torch.long)
+    mask[1, 40:] = 0
+    with make_store() as store:
+        kv = KVCacheStore(store, model)
+        assert kv.save(ids, forward(model, ids, attention_mask=mask), attention_mask=mask).stored == 5
+        with pytest.raises(ConfigError, match="row 1 .* padding on the right"):
+            kv.load(ids, attention_mask=mask)
+        assert kv.load(ids[1, :40])[1] == 32
+
+
 def test_what_cannot_be_stored_is_refused_by_name() -> None:
     import transformers
 
@@ -272,6 +588,9 @@ def test_what_cannot_be_stored_is_refused_by_name() -> None:
         )
         with pytest.raises(ConfigError, match="encoder-decoder"):
             KVCacheStore(store, t5)
+        dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+        with pytest.raises(ConfigError, match="dynamic rotary"):
+            KVCacheStore(store, dynamic)
 
 
 def test_a_cache_of_another_model_is_refused() -> None:
@@ -286,6 +605,30 @@ def test_a_cache_of_another_model_is_refused() -> None:
             kv.save(ids, forward(tiny_model("llama", dtype=torch.bfloat16), ids))
         with pytest.raises(ConfigError, match="DynamicCache"):
             kv.save(ids, None)
+        mixed = forward(kv._model, ids)
+        mixed.layers[1].values = mixed.layers[1].values.to(torch.float16)
+        with pytest.raises(ConfigError, match=r"layer 1 .* values of torch.float16"):
+            kv.save(ids, mixed)
+        short = forward(kv._model, ids)
+        short.layers[1].values = short.layers[1].values[:, :, :-1]
+        with pytest.raises(ConfigError, match=r"layer 1 .* values of shape \(1, 2, 31, 16\)"):
+            kv.save(ids, short)
+        flat = forward(kv._model, ids)
+        flat.layers[0].keys, flat.layers[0].values = flat.layers[0].keys[0], flat.layers[0].values[0]
+        with pytest.raises(ConfigError, match=r"layer 0 .* keys of shape \(2, 32, 16\)"):
+            kv.save(ids, flat)
+
+
+def test_a_cache_with_room_that_is_not_filled_is_refused() -> None:
+    import transformers
+
+    model = tiny_model("llama")
+    ids = prompt(32)
+    with make_store() as store:
+        static = transformers.StaticCache(config=model.config, max_cache_len=64)
+        kv = KVCacheStore(store, model)
+        with pytest.raises(ConfigError, match="DynamicCache"):
+            kv.save(ids, forward(model, ids, **kv.cache_argument(static)))
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def doubles(folder: Path, trouble: BaseException | None) -> Any:
             raise trouble
         both = {"output": [1], "text": "t", "nbytes": 1000, "ttft": 1.0 if role == "a" else 0.5}
         of_a = {"prompt": 300, "hit_before": 0, "stored": 1, "chunks": 1, "keys": [key.hex()]}
-        return both | (of_a if role == "a" else {"hit": 256, "load": 0.1})
+        return both | (of_a if role == "a" else {"hit": 256, "load": 0.1, "near": 0.01})
 
     return child
 
