@@ -73,7 +73,10 @@ class OnMoto(SuiteBase):
 class ShortSuite(OnMoto):
     """A few tests: every call of the client, in one batch and in many threads, its deadlines and its end."""
 
-    test_outcomes_align_in_mixed_batches = BackendSuite.test_outcomes_align_in_mixed_batches
+    threads = BackendSuite.threads
+    test_many_ranges_of_many_records_in_one_batch = BackendSuite.test_many_ranges_of_many_records_in_one_batch
+    test_what_is_not_there_is_a_miss = BackendSuite.test_what_is_not_there_is_a_miss
+    test_views_are_gathered = BackendSuite.test_views_are_gathered
     test_the_first_bytes_survive = BackendSuite.test_the_first_bytes_survive
     test_a_deleted_record_is_gone_and_its_key_free = BackendSuite.test_a_deleted_record_is_gone_and_its_key_free
     test_a_quarantined_record_is_out_of_reach_and_heals = (
@@ -81,7 +84,6 @@ class ShortSuite(OnMoto):
     )
     test_list_is_what_is_there = BackendSuite.test_list_is_what_is_there
     test_a_deadline_that_has_passed = BackendSuite.test_a_deadline_that_has_passed
-    test_all_lanes_at_once = BackendSuite.test_all_lanes_at_once
     test_close_returns_while_work_is_under_way = BackendSuite.test_close_returns_while_work_is_under_way
 
 

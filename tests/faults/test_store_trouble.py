@@ -268,6 +268,28 @@ def test_put_many_gets_the_room_that_it_waited_for(monkeypatch: pytest.MonkeyPat
         until(lambda: idle(store))
 
 
+def test_an_interrupt_while_waiting_for_room_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = faulty({"put": [Fault.hang()]})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with store_over(backend, write_queue_bytes=SPEC.nbytes) as store:
+        background = store.submit_put(items(chain(1)))
+        backend.wait_hung()
+        writer = store._machinery.writer
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "_await_room", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.put_many({"x": bytes(SPEC.nbytes)})
+        assert (writer.queued_bytes, len(writer._current)) == (SPEC.nbytes, 1)
+        assert all(not batch.alive for batch in store._machinery._batches if batch.completion is not background)
+        backend.release()
+        assert background.result(20)[0].ok
+        assert store.put_many({"x": bytes(SPEC.nbytes)})[0].status is Status.OK
+        until(lambda: idle(store))
+
+
 def test_blocking_calls_end_while_a_backend_hangs() -> None:
     backend = faulty({"get": [Fault.hang()], "put": [Fault.hang()] * 2}, lanes=4)
     ends: dict[str, Any] = {}

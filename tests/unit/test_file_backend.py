@@ -489,7 +489,7 @@ def test_a_forked_child_does_not_share_the_parents_lock(root: Path) -> None:
                 return type(opened.put([write], deadline=soon(0.1))[0].error).__name__
 
             result = run_in_child(child, limit_s=20)
-            assert result.text == "TransientError"
+            assert result.text == "LocalWait"
         finally:
             capacity._usage.release()
 

@@ -168,7 +168,7 @@ def test_bodies_are_read_without_a_word_of_botocore(caplog: pytest.LogCaptureFix
         return Raw(whole.data[: len(whole.data) - len(DATA) + sent], "close")
 
     with ScriptedServer(script) as server:
-        client = StockClient(settings_of(server.endpoint, read_timeout=1000.0))
+        client = StockClient(settings_of(server.endpoint, read_timeout=600.0))
         memory = bytearray(len(DATA))
         views = [memoryview(memory)[at : at + 1000] for at in range(0, len(DATA), 1000)]
         with pytest.MonkeyPatch.context() as patch:

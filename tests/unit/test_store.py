@@ -556,3 +556,37 @@ def test_a_list_without_a_deadline_has_one() -> None:
             list(store.list(deadline=start))
         with pytest.raises(ConfigError):
             next(store.list(deadline=float("nan")))
+
+
+def test_no_byte_is_copied_between_the_file_system_and_the_caller(tmp_path: Path) -> None:
+    """The same through the whole stack: what the kernel is told to fill and to write is the caller's own memory."""
+    from kvstore.metrics import Metrics
+    from kvstore.wrappers import wrap
+    from kvstore_backends.file import FileBackend
+    from kvstore_backends.file.oscalls import OsCalls
+
+    filled: list[tuple[int, int]] = []
+    written: list[tuple[int, int]] = []
+
+    class Spy(OsCalls):
+        def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+            filled.extend((_address(view), len(view)) for view in buffers if len(view))
+            return super().preadv(fd, buffers, offset)
+
+        def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+            written.extend((_address(view), len(view)) for view in buffers if len(view))
+            return super().pwritev(fd, buffers, offset)
+
+    layout = KVLayout(num_layers=4, num_kv_heads=8, head_dim=64)
+    spec = kv_spec(layout, DTYPE, 512)  # segments of 1 MiB
+    key = chain(1)[0]
+    source, destination = bytearray(os.urandom(spec.raw_bytes)), bytearray(spec.raw_bytes)
+    backend = wrap(FileBackend(tmp_path, calls=Spy()), {}, metrics=Metrics())
+    with store_over(backend) as store:
+        assert store.submit_put([Item(key, spec.split(memoryview(source)), spec)]).result()[0].ok
+        assert store.submit_get([Want(key, memoryview(destination), spec)]).result()[0].ok
+    assert destination == source
+    for spans, memory in ((written, source), (filled, destination)):
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert _covered(spans, begin, len(memory)) == len(memory)
+        assert sum(size for _, size in spans) == len(memory) + spec.data_offset
