@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow lint format types model bench docs clean help
+.PHONY: demo test test-slow test-transformers lint format types model bench docs clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -30,6 +30,10 @@ test: model ## the whole suite, without what is marked slow
 test-slow: model ## what takes longer
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,demo,slow]'
 	$(BIN)/python -m pytest -m slow
+
+test-transformers: $(STAMP) ## the transformers integration under the oldest version it supports
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target .cache/transformers-5.19 transformers==5.19.0
+	PYTHONPATH=.cache/transformers-5.19 $(BIN)/python -m pytest tests/integration/test_transformers.py -m "not model"
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

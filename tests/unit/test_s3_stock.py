@@ -24,6 +24,7 @@ from kvstore_backends.s3.stock import StockClient, _Late, _Rest
 from tests.s3_support import ACCESS_KEY, BUCKET, SECRET_KEY, Asked, Raw, ScriptedServer, answer, open_s3, range_of
 from tests.s3_support import settings as settings_of
 
+_closed: list[object] = []  # kept past the audit of descriptors: nothing may be closed by the garbage collector alone
 DATA = hashlib.shake_256(b"stock").digest(100_000)
 
 
@@ -69,6 +70,7 @@ def test_a_call_that_outlasts_close_leaves_no_connection() -> None:
     held, go = threading.Event(), threading.Event()
     with ScriptedServer(lambda asked: answer(200, etag='"e"')) as server:
         client = StockClient(settings_of(server.endpoint, read_timeout=5.0))
+        _closed.append(client)
         client.head("k", deadline=soon())
 
         def hold(**_: Any) -> None:
@@ -105,6 +107,7 @@ def test_a_body_that_is_read_on_after_close_leaves_no_connection() -> None:
 
     with ScriptedServer(script) as server:
         backend = open_s3(server.endpoint, client="boto3")
+        _closed.append(backend)
         memory = bytearray(len(DATA))
         found: list[Outcome] = []
 
