@@ -74,6 +74,14 @@ def folder_identity(root: int) -> tuple[str, int, int]:
     return _identity(os.fstat(root))
 
 
+def _refuse_foreign(error: OSError, path: str, name: str) -> None:
+    """Raises `ConfigError` if the error says that our own folder's name is taken by a file or a link."""
+    if error.errno in (errno.ENOTDIR, errno.ELOOP):
+        raise ConfigError(
+            f"{path}/{OWN} is something else than this backend's folder", backend=name, operation="open", cause=error
+        ) from error
+
+
 def _check_format(calls: OsCalls, root: int, path: str, name: str) -> None:
     try:
         fd = calls.open_beneath(root, FORMAT_FILE, os.O_RDONLY | os.O_NONBLOCK)
@@ -81,13 +89,7 @@ def _check_format(calls: OsCalls, root: int, path: str, name: str) -> None:
         _mark(calls, root, path, name)
         return
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise ConfigError(
-                f"{path}/{OWN} is something else than this backend's folder",
-                backend=name,
-                operation="open",
-                cause=error,
-            ) from error
+        _refuse_foreign(error, path, name)
         logger.info("%s: %s cannot be read: %s", name, FORMAT_FILE, error.strerror)
         return
     try:
@@ -134,13 +136,7 @@ def _mark(calls: OsCalls, root: int, path: str, name: str) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise ConfigError(
-                f"{path}/{OWN} is something else than this backend's folder",
-                backend=name,
-                operation="open",
-                cause=error,
-            ) from error
+        _refuse_foreign(error, path, name)
         logger.info("%s: the folder %s cannot be written: %s", name, path, error.strerror)
 
 
