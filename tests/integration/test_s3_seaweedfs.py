@@ -137,7 +137,7 @@ def test_two_writers_in_parts_leave_one_record_and_no_parts(seaweedfs: SeaweedFS
         read_timeout=20,
     ) as backend:
         together([lambda: outcomes.append(put(backend, "parts", body))] * 2)
-        # SeaweedFS looks first and completes then, so both may win (S3 lets one): they brought the same bytes. Who comes
+        # SeaweedFS looks first and completes then, so both may win (S3 lets one), with the same bytes. Who comes
         # later loses for certain.
         assert {outcome.status.value for outcome in outcomes} <= {"exists", "ok"}
         assert put(backend, "parts", body).status is Status.EXISTS
