@@ -59,8 +59,7 @@ class LeakAudit:
         found = []
         end = time.monotonic() + settle_s
         for thread in [t for t in threading.enumerate() if t not in self.threads]:
-            thread.join(max(0.0, end - time.monotonic()))
-            if thread.is_alive():
+            if not _joined(thread, end):
                 found.append(f"thread {thread.name!r} is still running")
         if _descriptors() != self.descriptors or any(_busy(pool) for pool in pools or ()):
             gc.collect()
@@ -75,6 +74,18 @@ class LeakAudit:
             if _busy(pool):
                 found.append(f"a buffer pool is in use: {pool.stats()}")
         return found
+
+
+def _joined(thread: threading.Thread, end: float) -> bool:
+    while True:
+        try:
+            thread.join(max(0.0, end - time.monotonic()))
+        except RuntimeError:  # it is being started: not yet to be joined, and not yet alive
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.001)
+        else:
+            return not thread.is_alive()
 
 
 def _busy(pool: BufferPool) -> bool:
