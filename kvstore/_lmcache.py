@@ -13,13 +13,14 @@ LMCache itself warns about an unknown name and turns an unparsable value into No
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .options import Option
-from .registry import BackendURL, Given
+from .registry import ELSEWHERE, BackendURL, Given
 
 __all__ = ["ALIASES", "SERDES", "UNUSED", "Alias", "Unused", "resolve_unused", "translate_url"]
 
@@ -148,13 +149,13 @@ def resolve_unused(name: str, given: Given) -> str | None:
 
 
 _FILE = "a folder shared by the nodes, file:///mnt/kv"
-_KEYVALUE = f"no Redis or Valkey backend is part of this release; use {_FILE}"
-_REMOTE = f"it has no counterpart in this release; use {_FILE}"
+_REMOTE = f"it has no counterpart here; use the memory of other nodes, node://host:port, or {_FILE}"
 _MOUNT = f"mount it and use {_FILE}"
 
 _REFUSED: dict[str, str] = {
-    **dict.fromkeys(("redis", "rediss", "unix", "redis-sentinel", "redis-cluster", "resp", "valkey"), _KEYVALUE),
-    **dict.fromkeys(("lm", "infinistore", "mooncakestore", "eic", "bigtable", "sagemaker-hyperpod"), _REMOTE),
+    "unix": "sockets of the file system are not used; let the server listen on TCP: valkey://127.0.0.1:6379",
+    **dict.fromkeys(("lm", "eic", "bigtable", "sagemaker-hyperpod"), _REMOTE),
+    "infinistore": ELSEWHERE["infinistore"],
     **dict.fromkeys(("azure", "hf3fs", "hfbucket"), f"it is not part of this release; {_MOUNT}"),
     "audit": "every record is verified anyway; give the audited URL itself (extra_config audit_actual_remote_url)",
     **dict.fromkeys(("external", "plugin"), _PLUGIN),
@@ -162,14 +163,27 @@ _REFUSED: dict[str, str] = {
     "blackhole": "use kvstore.testing.FaultyBackend, which can drop everything, in tests",
 }
 
-SCHEMES = ("fs", "s3", *_REFUSED)
+_VALKEY = {
+    "redis": "valkey",
+    "rediss": "valkeys",
+    "redis-sentinel": "valkey",
+    "redis-cluster": "valkey",
+    "resp": "valkey",
+}
+_SENTINEL_NAME = "redismaster"  # LMCache's default for REDIS_SERVICE_NAME
+
+TRANSLATED = ("fs", "mooncakestore", *_VALKEY)
+"""LMCache's URL schemes that are not ours and mean the same as one of ours."""
+
+SCHEMES = ("s3", "valkey", *TRANSLATED, *_REFUSED)
 """LMCache's URL schemes (in-process mode)."""
 
 
 def translate_url(url: BackendURL) -> list[BackendURL] | None:
     """What an LMCache URL means here; None if the scheme is not LMCache's.
 
-    `fs://host:port/path[,path2]` is a folder, or several that share the keys; host and port mean nothing there.
+    `fs://host:port/path[,path2]` is a folder, or several that share the keys; host and port mean nothing there. The
+    path of a `redis://` URL is the number of a database; Sentinels watch the primary $REDIS_SERVICE_NAME.
 
     Raises:
         ConfigError: the scheme has no counterpart; says what to use instead.
@@ -179,9 +193,27 @@ def translate_url(url: BackendURL) -> list[BackendURL] | None:
         if not all(path.startswith("/") and path != "/" for path in paths):
             raise ConfigError("an LMCache URL fs://host:port/path needs an absolute path; ours is file:///path")
         return [BackendURL("file", "", path, dict(url.options)) for path in paths]
+    if url.scheme in _VALKEY:
+        return [_valkey(url)]
+    if url.scheme == "mooncakestore":
+        return [BackendURL("mooncake", url.authority, "", dict(url.options))]
     if (why := _REFUSED.get(url.scheme)) is not None:
         raise ConfigError(f"{url.scheme}:// is one of LMCache's schemes, not of kvstore's: {why}")
     return None
+
+
+def _valkey(url: BackendURL) -> BackendURL:
+    options = dict(url.options)
+    if url.scheme == "redis-sentinel":
+        options.setdefault("sentinel", os.environ.get("REDIS_SERVICE_NAME") or _SENTINEL_NAME)
+    elif url.scheme == "redis-cluster":
+        options.setdefault("cluster", "on")
+    path = url.path
+    if (number := path.strip("/")).isdecimal():
+        path = ""
+        if int(number):
+            options.setdefault("database", number)
+    return BackendURL(_VALKEY[url.scheme], url.authority, path, options)
 
 
 def manual() -> str:
@@ -204,6 +236,12 @@ def manual() -> str:
         "|---|---|",
         "| `fs://host:port/a,/b` | `file:///a`, `file:///b` |",
         "| `s3://bucket.s3.REGION.amazonaws.com` | `s3://bucket?region=REGION`; records of LMCache's are not read |",
+        "| `redis://host:port/N`, `rediss://…`, `resp://…` | `valkey://host:port?database=N`, `valkeys://…` |",
+        "| `redis-cluster://host:port` | `valkey://host:port?cluster=on` |",
+        "| `redis-sentinel://host:port` | `valkey://host:port?sentinel=$REDIS_SERVICE_NAME` (`redismaster`) |",
+        "| `valkey://host:port` | the same; records of LMCache's are not read |",
+        "| `mooncakestore://host:port/?device=X` | `mooncake://host:port?device=X`; as above. What LMCache has in "
+        "extra_config goes into the URL: `protocol`, `metadata`, `local_host`, `segment` |",
     ]
     lines += [f"| {', '.join(names)} | {what} |" for what, names in schemes.items()]
     return "\n".join(lines)

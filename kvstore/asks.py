@@ -8,7 +8,7 @@ from typing import Any
 
 from .backend import MISS, Outcome, Read, Status
 from .buffers import Buffer
-from .errors import CorruptRecord, KVStoreError, TransientError
+from .errors import ClosedError, CorruptRecord, KVStoreError, TransientError
 from .keys import Key
 from .placement import Placement
 from .plan import group
@@ -183,14 +183,15 @@ class Asker:
                 buffer = leases[index]
                 if buffer is None:
                     continue
-                nbytes = len(buffer.view)
                 try:
-                    if _all_raw(buffer.view, key):
+                    if _all_raw(buffer.view, key) and buffer.intact:
                         results[index] = buffer
                     else:
                         unusable.append(buffer)
                 except CorruptRecord:
-                    suspects.append((key, nbytes))
+                    suspects.append((key, buffer.nbytes))
+                    unusable.append(buffer)
+                except ClosedError:  # memory of another process, which has gone
                     unusable.append(buffer)
             good = True
         finally:  # before a second look: a lease must not keep its record from being put aside

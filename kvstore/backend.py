@@ -194,6 +194,8 @@ class Backend(ABC):
     Attributes:
         identity: equal for two backends of this process that store in one and the same place, which a store refuses;
             None if that cannot be told.
+        distance: how far the place is for this process: of the replicas of a key the nearest is read first. 0: near, or
+            unknown. Asked once, when a store with several replicas is opened.
     """
 
     options: ClassVar[Sequence[Option]] = ()
@@ -201,6 +203,7 @@ class Backend(ABC):
     capabilities: Capability = Capability.NONE
     limits: Limits = Limits()
     identity: Hashable | None = None
+    distance: int = 0
 
     @classmethod
     def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> Backend:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
 import sys
@@ -32,6 +34,10 @@ CANARY = 0xA5
 """What free memory is filled with in canary mode (`KVSTORE_POOL_CANARY=1`): no caller may ever see it as data."""
 
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+
+# Not in `fcntl` before Python 3.13; values of linux/fcntl.h.
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _RELEASED = memoryview(b"")
 _RELEASED.release()
@@ -57,23 +63,64 @@ class PoolStats(NamedTuple):
     waiting: int
 
 
+class _CannotSeal(Exception):
+    """This system has no memfd that can be sealed as needed."""
+
+
+def _map_sealed(nbytes: int) -> tuple[int, mmap.mmap]:
+    """(memfd, its only writable mapping).
+
+    Raises:
+        _CannotSeal: the system cannot do that.
+        OSError, OverflowError: there is not that much memory.
+    """
+    try:
+        fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}:
+            raise
+        raise _CannotSeal(f"this system has no memfd that can be sealed: {error}") from error
+    mapping: mmap.mmap | None = None
+    try:
+        os.ftruncate(fd, nbytes)
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            raise _CannotSeal(f"this system cannot seal a memfd against writes of others: {error}") from error
+    except BaseException:
+        if mapping is not None:
+            mapping.close()
+        os.close(fd)
+        raise
+    return fd, mapping
+
+
 class Slab:
-    """One mapping of memory. `view` covers all of it; `fd` is its memfd when it is shared, else None."""
+    """One mapping of memory. `view` covers all of it; `fd` is its memfd when it is shared, else None.
+
+    The memfd is sealed (F_SEAL_FUTURE_WRITE, F_SEAL_SHRINK, F_SEAL_GROW; memfd_create(2), fcntl(2)): another process
+    that is given `fd` can map and read it, but it can neither write to it nor cut it off under our feet. Where the
+    system has no such seals (Linux before 5.1, some sandboxes), memory that was to be shared is private instead.
+
+    Attributes:
+        unshared: why memory that was to be shared is not; "" otherwise.
+    """
 
     def __init__(self, nbytes: int, *, shared: bool = False, page_lock: bool = False) -> None:
         self.nbytes = nbytes
         self.fd: int | None = None
-        self._map: mmap.mmap | None
+        self.unshared = ""
+        self._map: mmap.mmap | None = None
         try:
             if shared:
-                self.fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
-                os.ftruncate(self.fd, nbytes)
-                self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED)
-            else:
+                try:
+                    self.fd, self._map = _map_sealed(nbytes)
+                except _CannotSeal as error:
+                    self.unshared = str(error)
+            if self._map is None:
                 self._map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            if self.fd is not None:
-                os.close(self.fd)
             raise ConfigError(f"a buffer pool cannot map a slab of {nbytes} bytes: {error}", cause=error) from error
         if _MADV_HUGEPAGE is not None:
             try:
@@ -178,6 +225,12 @@ class Buffer:
     def exclusive(self) -> bool:
         """True if there is one owner and no I/O under way: its release frees the memory at once."""
         return self._refs == 1 and self._pins == 0
+
+    @property
+    def intact(self) -> bool:
+        """Whether what was read through `view` so far was what the buffer held. False only for a lease on memory of
+        another process that may have reused it: who has read from a lease looks here afterwards."""
+        return True
 
     def __len__(self) -> int:
         return self._nbytes
@@ -300,7 +353,7 @@ class BufferPool:
         nbytes: size of the whole pool; rounded up to the alignment. Mapped at once, backed by pages when touched.
         slab_bytes: size of one slab, the largest possible buffer; default: one slab for the whole pool.
         alignment: every buffer begins at a multiple of this and occupies a multiple of it; a power of two.
-        shared: map the slabs as shared memory (memfd), for other processes of this host.
+        shared: map the slabs as shared memory (memfd), for other processes of this host to read; see `Slab`.
         page_lock: page-lock the slabs for CUDA; None: if torch with CUDA is loaded.
         canary: fill free memory with 0xA5 and check it at the next `acquire`; default: `KVSTORE_POOL_CANARY=1`.
     """

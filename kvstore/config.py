@@ -38,16 +38,16 @@ from .registry import (
     wrapper_options,
 )
 
-__all__ = ["OPTIONS", "Config", "load_config"]
+__all__ = ["OPTIONS", "Config", "load_config", "read_yaml"]
 
 logger = logging.getLogger("kvstore.config")
 
 _MAX_FILE_BYTES = 1 << 20
 _ENV_PREFIXES = ("LMCACHE_", "KVSTORE_")  # later ones win
 _FILE_VARIABLES = ("KVSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")  # earlier ones win
-# Variables that begin like options and are none: of the pool, of siblings and tests; of LMCache's processes.
+# Variables that begin like options and are none: of the pool, of our other commands and tests; of LMCache's processes.
 _OTHER_VARIABLES = re.compile(
-    r"KVSTORE_(POOL_CANARY|(BENCH|TEST|DEMO|MODEL)(_.*)?)"
+    r"KVSTORE_(POOL_CANARY|(BENCH|TEST|DEMO|MODEL|SERVE)(_.*)?)"
     r"|LMCACHE_(LOG_LEVEL|TRACK_USAGE|USE_EXPERIMENTAL|(COORDINATOR|RESP)_.*)",
     re.DOTALL,
 )
@@ -350,7 +350,7 @@ def load_config(
     path = config_file if config_file is not None else _file_of(env)
     if path is not None:
         source = f"in {os.fspath(path)}"
-        layers.add({name: Given(value, source) for name, value in _read(path).items()})
+        layers.add({name: Given(value, source) for name, value in read_yaml(path).items()})
     for prefix in _ENV_PREFIXES:
         layer, backend = _environment(env, prefix)
         layers.add(layer, tolerant=prefix != "KVSTORE_")
@@ -402,8 +402,12 @@ def _backend_variable(name: str) -> tuple[str, str] | None:
     return None
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, object]:
-    """The top-level map of a YAML file; an empty file has no options."""
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, object]:
+    """The top-level map of a YAML file; an empty file has no options.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, too large, or no map of names.
+    """
     shown = os.fspath(path)
     try:
         with open(path, "rb") as file:

@@ -112,7 +112,8 @@ class Machinery:
                 settings.append(split.wrapper)
                 opened.append(wrap(backend, split.wrapper, metrics=self.metrics))
         _check_distinct(names, opened)
-        placement = Placement(names, weights, self.config.replicas)
+        distances = [backend.distance for backend in opened] if self.config.replicas > 1 else None
+        placement = Placement(names, weights, self.config.replicas, distances)
         if self.config.replicas == 1 and any(values.get("hedge") for values in settings):
             raise ConfigError("option 'hedge' needs another replica to read from; set replicas to 2 or more")
         if self.config.replicas > 1:

@@ -21,6 +21,7 @@ from .errors import ConfigError
 from .options import Option, format_manual, unknown_option
 
 __all__ = [
+    "ELSEWHERE",
     "PLACEMENT_OPTIONS",
     "SCHEMES",
     "BackendURL",
@@ -84,6 +85,23 @@ SCHEMES: dict[str, Scheme] = {
         "memory://",
         "Memory of this process: for tests, demos, and as the fastest place records can lie.",
     ),
+    "mooncake": Scheme(
+        "kvstore_backends.mooncake:MooncakeBackend",
+        "mooncake://host:50051",
+        "Mooncake Store: memory of many hosts behind a mooncake_master, through its own client.",
+        extra="mooncake",
+        modules=("mooncake",),
+    ),
+    "node": Scheme(
+        "kvstore_backends.node:NodeBackend",
+        "node://10.0.0.1:7070,10.0.0.2:7070?replicas=2",
+        "The memory and disks of other nodes as one pool, over TCP, RDMA (UCX) or shared memory.",
+    ),
+    "kvstore+ucx": Scheme(
+        "kvstore_backends.node:NodeBackend",
+        "kvstore+ucx://10.0.0.1:7070,10.0.0.2:7070",
+        "As node://, over UCX and nothing else.",
+    ),
     "s3": Scheme(
         "kvstore_backends.s3:S3Backend",
         "s3://bucket/prefix?region=us-west-2",
@@ -91,8 +109,32 @@ SCHEMES: dict[str, Scheme] = {
         extra="s3",
         modules=("boto3", "botocore"),
     ),
+    "valkey": Scheme(
+        "kvstore_backends.valkey:ValkeyBackend",
+        "valkey://host:6379/kv",
+        "Valkey or Redis: one server, a primary with replicas (also by Sentinels), or a cluster.",
+    ),
+    "valkeys": Scheme(
+        "kvstore_backends.valkey:ValkeyBackend",
+        "valkeys://host:6379/kv",
+        "The same over TLS.",
+    ),
 }
 """The schemes of this distribution."""
+
+ELSEWHERE: dict[str, str] = {
+    "nixl": (
+        "NIXL moves bytes and keeps no records; node:// with transport=ucx moves them over the same UCX, and "
+        "kvstore-bench compare nixl measures both"
+    ),
+    "infinistore": "InfiniStore has no backend here; use node:// (memory of many hosts, RDMA by UCX) or mooncake://",
+    "weka": "WEKA is a mounted file system: use file:///mnt/weka/kv",
+    "gds": (
+        "GPUDirect Storage has no backend here: records are read into page-locked host memory and copied to the GPU "
+        "from there; use file:///mnt/kv"
+    ),
+}
+"""Schemes that people look for, and what to use instead."""
 
 PLACEMENT_OPTIONS: tuple[Option, ...] = (
     Option("weight", "float", 1.0, "Share of the keys this backend gets, relative to the others; 0 takes no new keys.",
@@ -338,6 +380,8 @@ def backend_class(scheme: str) -> type[Backend]:
     entry = SCHEMES.get(scheme)
     if entry is None:
         points = [point for point in _entry_points() if point.name == scheme]
+        if not points and scheme in ELSEWHERE:
+            raise ConfigError(f"{scheme}:// is not a scheme of kvstore's: {ELSEWHERE[scheme]}")
         if not points:
             raise ConfigError(f"unknown scheme {scheme}://; known schemes: {', '.join(known_schemes())}")
         entry = Scheme(points[0].value, f"{scheme}://", "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from kvstore.backend import Outcome, Status
 from kvstore.buffers import Buffer, BufferPool
@@ -14,31 +15,13 @@ from kvstore.errors import ClosedError, ConfigError, PoolExhausted
 from kvstore.eviction import make_policy
 from kvstore.keys import Key
 
-__all__ = ["ALIGNMENT", "MemoryStore", "Record", "drop_name", "open_named"]
+from ._memory_reservation import ALIGNMENT, Claimed, Expiry, Record, Reservation, span
 
-ALIGNMENT = 64  # a cache line; larger ones would waste most of the memory of tiny records
+__all__ = ["MemoryStore", "drop_name", "open_named"]
+
 _LOOK_AGAIN_S = 0.01  # the end of a lease is not announced, so a put that waits for it looks now and then
 _KNOWN_SIZES = 4096
-
-
-def _span(nbytes: int) -> int:
-    """What a record of `nbytes` bytes occupies."""
-    return (max(nbytes, 1) + ALIGNMENT - 1) & -ALIGNMENT
-
-
-class Record:
-    """`readers` counts reads under way; `gone` says that the last of them has to release the memory."""
-
-    __slots__ = ("buffer", "found", "gone", "read", "readers", "used", "view")
-
-    def __init__(self, buffer: Buffer, view: memoryview, found: Outcome, used: float) -> None:
-        self.buffer = buffer
-        self.view = view
-        self.found = found  # OK with its size; shared by all records of that size
-        self.used = used
-        self.read = False  # ever
-        self.readers = 0
-        self.gone = False
+_SLICE = 1000  # records removed under one lock by a sweep
 
 
 class MemoryStore:
@@ -48,18 +31,21 @@ class MemoryStore:
         ConfigError: unknown policy, or a limit that is too small or cannot be mapped.
     """
 
-    def __init__(self, nbytes: int, policy: str, name: str) -> None:
+    def __init__(
+        self, nbytes: int, policy: str, name: str, *, shared: bool = False, expiry: Expiry | None = None
+    ) -> None:  # fmt: skip
         if nbytes < ALIGNMENT:
             raise ConfigError(f"a memory store needs at least {ALIGNMENT} bytes, not {nbytes}")
         self.name = name
         self.asked = (nbytes, policy)
         self.policy = make_policy(policy)
-        self.pool = BufferPool(nbytes & -ALIGNMENT, alignment=ALIGNMENT)
+        self.pool = BufferPool(nbytes & -ALIGNMENT, alignment=ALIGNMENT, shared=shared)
+        self.expiry = expiry or Expiry()
         self.records: dict[Key, Record] = {}
-        self.pending: dict[Key, object] = {}  # being stored; by whom
+        self.pending: dict[Key, Reservation] = {}  # being stored; by whom
         self.handles = 1
         self.closed = ""  # why, if it is
-        self.evicted = 0
+        self.evicted = self.expired = 0
         self.sizes: dict[int, Outcome] = {}
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -78,12 +64,44 @@ class MemoryStore:
                 self.sizes[nbytes] = outcome
         return outcome
 
+    def expires(self) -> float:
+        """When a record goes by age that is put or used now."""
+        ttl, _, clock = self.expiry
+        return math.inf if ttl == math.inf else clock() + ttl
+
+    def look_locked(self, keys: Sequence[Key], *, use: bool = False) -> list[Record | None]:
+        """The records of `keys`, without those whose time has come: they are removed. `use` puts that off."""
+        found = [*map(self.records.get, keys)]
+        ttl, from_use, clock = self.expiry
+        if ttl != math.inf:
+            now = clock()
+            for index, record in enumerate(found):
+                if record is None:
+                    continue
+                if record.expires <= now:
+                    found[index] = None
+                    self.expired += self.remove_locked(keys[index])
+                elif use and from_use:
+                    record.expires = now + ttl
+        return found
+
+    def pin(self, keys: Sequence[Key]) -> list[Record | None]:
+        """The records of `keys` with one more reader each, but not made recent. Give the list to `let_go`."""
+        with self.lock:
+            if self.closed:
+                return [None] * len(keys)
+            records = self.look_locked(keys)
+            for record in records:
+                if record is not None:
+                    record.readers += 1
+        return records
+
     def find(self, keys: Sequence[Key], operation: str) -> list[Record | None]:
         """The records of `keys`, made recent, and with one more reader each. Give the list to `let_go`."""
         now = time.time()
         with self.lock:
             self.check(operation)
-            records = [*map(self.records.get, keys)]
+            records = self.look_locked(keys, use=True)
             if None in records:
                 keys = [key for key, record in zip(keys, records, strict=True) if record is not None]
             for record in records:
@@ -105,26 +123,82 @@ class MemoryStore:
         for buffer in free:
             buffer.release()
 
+    def claim(
+        self, keys: Sequence[Key], sizes: Sequence[int], parents: Sequence[Key | None], places: Sequence[int],
+        *, rival: bool = False,
+    ) -> Claimed:  # fmt: skip
+        """Announce the records of a batch that are not there yet.
+
+        Args:
+            keys, sizes, parents: of the whole batch; bytes, and see `Write.parent`.
+            places: which of them to look at.
+            rival: take also those that somebody else is storing: who commits first has stored it.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        records, pending, policy = self.records, self.pending, self.policy
+        largest = self.pool.largest
+        reservation = Reservation(self, keys, sizes, parents)
+        mine = reservation._mine
+        there: list[int] = []
+        others: list[int] = []
+        too_large: list[int] = []
+        with self.lock:
+            self.check("put")
+            asked = keys if len(places) == len(keys) else [keys[place] for place in places]
+            if self.expiry.ttl != math.inf:
+                self.look_locked(asked, use=True)
+            for place in places:
+                key, nbytes = keys[place], sizes[place]
+                if key in records:
+                    there.append(place)
+                elif key in pending and (not rival or key in mine):
+                    others.append(place)
+                elif nbytes > largest:
+                    too_large.append(place)
+                else:
+                    mine[key] = place
+                    if key in pending:
+                        reservation._rival = True
+                    else:
+                        pending[key] = reservation
+                        # Known to the policy before it is asked for room, so that the parent is not taken for a tail.
+                        policy.admit(key, nbytes, parent=parents[place])
+            policy.touch(asked)
+        reservation._settle()
+        return Claimed(reservation, there, others, too_large)
+
+    def wait_for_others(self, keys: Sequence[Key], deadline: float) -> None:
+        """Until one of `keys`, which others are storing, is no longer being stored; until the deadline at most."""
+        with self.lock:
+            while not self.closed and all(key in self.pending for key in keys):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self.changed.wait(None if left > threading.TIMEOUT_MAX else left)
+
     def remove_locked(self, key: Key) -> bool:
         record = self.records.pop(key, None)
         if record is None:
             return False
-        self.policy.forget(key)
+        if key not in self.pending:  # else it was a rival's, and the claim of the first writer stands
+            self.policy.forget(key)
         record.gone = True
         if not record.readers:
             record.buffer.release()
         return True
 
-    def make_room(self, sizes: Sequence[int], mine: Mapping[Key, int]) -> list[Buffer] | bool:
+    def make_room(self, sizes: Sequence[int], mine: Collection[Key], held: int = 0) -> list[Buffer] | bool:
         """Memory for records of `sizes` bytes, all or none; evicts what it must, but nothing of `mine`.
-        If there is none: whether that may change by waiting."""
-        spans = [_span(n) for n in sizes]
+        If there is none: whether that may change by waiting. `held`: buffers that the asker itself holds."""
+        spans = [span(n) for n in sizes]
         busy = False
         with self.lock:
             self.check("put")
             stats = self.pool.stats()
             wanted = sum(spans) - (stats.total - stats.in_use)
-            victims = self.policy.victims(keep=self.pending.keys() | mine.keys())
+            victims = self.policy.victims(keep={*self.pending, *mine})
             while True:
                 key = next(victims, None) if wanted > 0 else None
                 if key is None:
@@ -139,16 +213,17 @@ class MemoryStore:
                 if record.readers or not record.buffer.exclusive:
                     busy = True
                     continue
-                wanted -= _span(record.buffer.nbytes)
+                wanted -= span(record.buffer.nbytes)
                 self.remove_locked(key)
                 self.evicted += 1
             # Others' writes under way, and memory of removed records that is still read or leased.
-            return busy or len(self.pending.keys() - mine.keys()) > 0 or self.pool.stats().buffers > len(self.records)
+            others = any(key not in mine for key in self.pending)
+            return busy or others or self.pool.stats().buffers - held > len(self.records)
 
-    def wait_for_room(self, nbytes: int, mine: Mapping[Key, int], until: float) -> Buffer | None:
+    def wait_for_room(self, nbytes: int, mine: Collection[Key], until: float, held: int = 0) -> Buffer | None:
         """Memory for one record; None if there was none by `until`, or waiting is in vain."""
         while True:
-            room = self.make_room([nbytes], mine)
+            room = self.make_room([nbytes], mine, held)
             if isinstance(room, list):
                 return room[0]
             left = until - time.monotonic()
@@ -156,6 +231,27 @@ class MemoryStore:
                 return None
             with self.lock:
                 self.changed.wait(min(left, _LOOK_AGAIN_S))
+
+    def expire(self) -> int:
+        """Remove the records whose time has come; returns how many."""
+        if self.expiry.ttl == math.inf:
+            return 0
+        with self.lock:
+            items = [*self.records.items()]
+        now = self.expiry.clock()
+        due = [key for key, record in items if record.expires <= now]
+        del items
+        count = 0
+        for at in range(0, len(due), _SLICE):
+            with self.lock:
+                for key in due[at : at + _SLICE]:
+                    record = self.records.get(key)
+                    if record is not None and record.expires <= now:
+                        count += self.remove_locked(key)
+                self.changed.notify_all()
+        with self.lock:
+            self.expired += count
+        return count
 
     def shut_down(self, why: str) -> None:
         """Drop everything. Work under way ends by itself; its memory goes with it."""

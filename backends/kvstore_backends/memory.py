@@ -26,8 +26,8 @@ After `os.fork()` a store that was opened before raises `ClosedError` in the chi
 
 from __future__ import annotations
 
+import math
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +40,8 @@ from kvstore.keys import Key
 from kvstore.options import Option
 from kvstore.registry import BackendURL
 
-from ._memory_store import ALIGNMENT, MemoryStore, Record, drop_name, open_named
+from ._memory_reservation import ALIGNMENT, Expiry, Record, Reservation
+from ._memory_store import MemoryStore, drop_name, open_named
 
 __all__ = ["MemoryBackend", "MemoryStats"]
 
@@ -61,6 +62,7 @@ class MemoryStats(NamedTuple):
         capacity: the limit, in bytes.
         in_use: bytes of the limit that are taken: by records, by writes under way, by leases.
         evicted: records removed so far to make room.
+        expired: records removed so far because of their age.
     """
 
     records: int
@@ -68,6 +70,7 @@ class MemoryStats(NamedTuple):
     capacity: int
     in_use: int
     evicted: int
+    expired: int
 
 
 class MemoryBackend(Backend):
@@ -77,6 +80,8 @@ class MemoryBackend(Backend):
         nbytes: the limit in bytes; at least 64.
         policy: a name of `kvstore.eviction.POLICIES`; "none" refuses new records when full.
         name: for errors and metrics.
+        shared: the memory is shared memory (memfd), which other processes of this host can map.
+        expiry: when records go by their age; None: never.
 
     Raises:
         ConfigError: unknown policy, or a limit that is too small or cannot be mapped.
@@ -98,12 +103,23 @@ class MemoryBackend(Backend):
         | Capability.LANDING
     )
 
-    def __init__(self, nbytes: int = 1 << 30, *, policy: str = "lru", name: str = "memory") -> None:
-        self._use(MemoryStore(nbytes, policy, name))
+    def __init__(
+        self,
+        nbytes: int = 1 << 30,
+        *,
+        policy: str = "lru",
+        name: str = "memory",
+        shared: bool = False,
+        expiry: Expiry | None = None,
+    ) -> None:
+        self._use(MemoryStore(nbytes, policy, name, shared=shared, expiry=expiry))
 
     def _use(self, memory: MemoryStore) -> None:
         self._memory = memory
         self._closed = False
+        self.capabilities = type(self).capabilities
+        if memory.expiry.ttl != math.inf:
+            self.capabilities |= Capability.TTL
         self.name = memory.name
         self.limits = Limits(
             max_value_bytes=memory.pool.largest,
@@ -127,6 +143,11 @@ class MemoryBackend(Backend):
         backend._use(open_named(name, nbytes, policy))
         return backend
 
+    @property
+    def store(self) -> MemoryStore:
+        """What holds the records, for a node server: it receives them from the wire straight into their memory."""
+        return self._memory
+
     def _check(self, operation: str) -> None:
         if self._closed:
             raise ClosedError("the memory store is closed", backend=self.name, operation=operation)
@@ -141,7 +162,7 @@ class MemoryBackend(Backend):
         memory = self._memory
         with memory.lock:
             memory.check("stat")
-            records = [*map(memory.records.get, keys)]
+            records = memory.look_locked(keys)
         return [MISS if record is None else record.found for record in records]
 
     def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
@@ -185,148 +206,86 @@ class MemoryBackend(Backend):
 
     def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
         self._check("put")
+        if not writes:
+            return []
+        memory = self._memory
+        keys, sources, parents = zip(*writes, strict=True)
+        sizes = [len(src[0]) if len(src) == 1 else sum(map(len, src)) for src in sources]
         outcomes = [_UNDECIDED] * len(writes)
         todo: Sequence[int] = range(len(writes))
         while todo:
             if time.monotonic() >= deadline:
                 late = self._late("put")
-                for index in todo:
-                    outcomes[index] = late
+                for place in todo:
+                    outcomes[place] = late
                 break
-            mine, sizes, todo = self._claim(writes, todo, outcomes)
-            if mine:
+            reservation, there, todo, too_large = memory.claim(keys, sizes, parents, todo)
+            for place in there:
+                outcomes[place] = EXISTS
+            for place in too_large:
+                text = f"a record of {sizes[place]} bytes; this store has {memory.pool.largest} bytes in all"
+                error = PermanentError(text, backend=self.name, operation="put", key=keys[place])
+                outcomes[place] = Outcome.failed(error)
+            if reservation.places:
                 try:
-                    self._store(writes, mine, sizes, outcomes, deadline)
+                    self._store(writes, reservation, outcomes, deadline)
                 finally:
-                    self._unclaim(mine)
+                    reservation.close()
             if todo:  # the same keys, being stored by others or before in this batch: EXISTS, unless that fails
-                self._wait_for_others([writes[index].key for index in todo], deadline)
+                memory.wait_for_others([keys[place] for place in todo], deadline)
         return outcomes
 
-    def _claim(
-        self, writes: Sequence[Write], todo: Sequence[int], outcomes: list[Outcome]
-    ) -> tuple[dict[Key, int], list[int], list[int]]:
-        """Announce what is new: (its indices by key, its sizes, indices of what is being stored already)."""
-        memory = self._memory
-        records, pending, policy = memory.records, memory.pending, memory.policy
-        largest = memory.pool.largest
-        mine: dict[Key, int] = {}
-        sizes: list[int] = []
-        others: list[int] = []
-        with memory.lock:
-            memory.check("put")
-            for index in todo:
-                key, src, parent = writes[index]
-                if key in records:
-                    outcomes[index] = EXISTS
-                    continue
-                if key in pending:
-                    others.append(index)
-                    continue
-                nbytes = len(src[0]) if len(src) == 1 else sum(map(len, src))
-                if nbytes > largest:
-                    text = f"a record of {nbytes} bytes; this store has {largest} bytes in all"
-                    error = PermanentError(text, backend=self.name, operation="put", key=key)
-                    outcomes[index] = Outcome.failed(error)
-                    continue
-                pending[key] = mine
-                mine[key] = index
-                sizes.append(nbytes)
-                # Known to the policy before it is asked for room, so that the parent is not taken for a tail.
-                policy.admit(key, nbytes, parent=parent)
-            policy.touch([writes[index][0] for index in todo])
-        return mine, sizes, others
-
-    def _unclaim(self, mine: dict[Key, int]) -> None:
-        """Take back the announcement of what could not be stored."""
-        memory = self._memory
-        with memory.lock:
-            for key in mine:
-                if memory.pending.get(key) is mine:
-                    del memory.pending[key]
-                    memory.policy.forget(key)
-            memory.changed.notify_all()
-
-    def _wait_for_others(self, keys: Sequence[Key], deadline: float) -> None:
-        memory = self._memory
-        with memory.lock:
-            while not memory.closed and all(key in memory.pending for key in keys):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return
-                memory.changed.wait(None if left > threading.TIMEOUT_MAX else left)
-
     def _store(
-        self, writes: Sequence[Write], mine: dict[Key, int], sizes: Sequence[int], outcomes: list[Outcome],
-        deadline: float,
+        self, writes: Sequence[Write], reservation: Reservation, outcomes: list[Outcome], deadline: float
     ) -> None:  # fmt: skip
-        memory = self._memory
-        indices = [*mine.values()]
-        try:
-            room: list[Buffer] | bool = memory.pool.acquire_many(sizes)
-        except PoolExhausted:
-            room = memory.make_room(sizes, mine)
-        if isinstance(room, list):
-            self._fill(writes, indices, room, outcomes, deadline)
-            return
-        # Not all at once: as many as there is room for, the head of the batch first.
-        until = min(deadline, time.monotonic() + _LONGEST_WAIT_S)
-        for index, nbytes in zip(indices, sizes, strict=True):
-            buffer = memory.wait_for_room(nbytes, mine, until)
-            if buffer is not None:
-                self._fill(writes, [index], [buffer], outcomes, deadline)
-                continue
-            text = f"no room for {nbytes} bytes: the store is full with what is leased, in use, of this batch, or kept"
-            error = PoolExhausted(text, backend=self.name, operation="put", key=writes[index].key)
-            outcomes[index] = Outcome.failed(error)
+        done = 0
+        for wave in reservation.rooms(min(deadline, time.monotonic() + _LONGEST_WAIT_S)):
+            self._fill(writes, reservation, wave, outcomes, deadline)
+            done += len(wave)
+        if done < len(reservation.places):
+            for place, nbytes in zip(reservation.places, reservation.sizes, strict=True):
+                if outcomes[place] is _UNDECIDED:
+                    text = f"no room for {nbytes} bytes: the store is full with what is leased, in use, of this batch, "
+                    error = PoolExhausted(f"{text}or kept", backend=self.name, operation="put", key=writes[place].key)
+                    outcomes[place] = Outcome.failed(error)
 
     def _fill(
-        self, writes: Sequence[Write], indices: Sequence[int], buffers: Sequence[Buffer], outcomes: list[Outcome],
+        self, writes: Sequence[Write], reservation: Reservation, wave: Sequence[int], outcomes: list[Outcome],
         deadline: float,
     ) -> None:  # fmt: skip
         """Copy records into their memory and make them visible."""
         memory = self._memory
-        ready: dict[Key, Record] = {}
-        failed: list[Buffer] = []
-        now = time.time()
-        stored = False
-        try:
-            for index, buffer in zip(indices, buffers, strict=True):
-                key, src, _ = writes[index]
-                view = buffer.view
-                size = buffer.nbytes
-                if size >= _SMALL_BYTES and time.monotonic() >= deadline:
-                    outcomes[index] = self._late("put")
-                    failed.append(buffer)
-                    continue
-                try:
-                    if len(src) != 1:
-                        at = 0
-                        for part in src:
-                            copy_bytes(view[at : at + len(part)], part)
-                            at += len(part)
-                    elif size < _SMALL_BYTES:
-                        view[:] = src[0]
-                    else:
-                        copy_bytes(view, src[0])
-                except _WRONG_VIEW as error:
-                    text = f"the source is not made of flat views of bytes: {error}"
-                    wrong = PermanentError(text, backend=self.name, operation="put", key=key, cause=error)
-                    outcomes[index] = Outcome.failed(wrong)
-                    failed.append(buffer)
-                    continue
-                outcomes[index] = found = memory.size_outcome(size)
-                ready[key] = Record(buffer, view, found, now)
-            with memory.lock:
-                memory.check("put")
-                memory.records.update(ready)
-                stored = True
-                for key in ready:
-                    del memory.pending[key]
-                memory.changed.notify_all()
-        finally:
-            for buffer in failed if stored else buffers:
-                buffer.release()
+        places, sizes, views = reservation.places, reservation.sizes, reservation.views
+        failed: list[int] = []
+        for index in wave:
+            place, view, size = places[index], views[index], sizes[index]
+            key, src, _ = writes[place]
+            if size >= _SMALL_BYTES and time.monotonic() >= deadline:
+                outcomes[place] = self._late("put")
+                failed.append(index)
+                continue
+            try:
+                if len(src) != 1:
+                    at = 0
+                    for part in src:
+                        copy_bytes(view[at : at + len(part)], part)
+                        at += len(part)
+                elif size < _SMALL_BYTES:
+                    view[:] = src[0]
+                else:
+                    copy_bytes(view, src[0])
+            except _WRONG_VIEW as error:
+                text = f"the source is not made of flat views of bytes: {error}"
+                wrong = PermanentError(text, backend=self.name, operation="put", key=key, cause=error)
+                outcomes[place] = Outcome.failed(wrong)
+                failed.append(index)
+                continue
+            outcomes[place] = memory.size_outcome(size)
+        if failed:
+            reservation.give_back(failed)
+            wave = sorted({*wave}.difference(failed))
+        for index in reservation.commit(wave):
+            outcomes[places[index]] = EXISTS
 
     def delete(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
         return self._remove(keys, "delete", deadline)
@@ -343,7 +302,8 @@ class MemoryBackend(Backend):
         memory = self._memory
         with memory.lock:
             memory.check(operation)
-            found = [key in memory.records and (memory.records[key].read or not only_read) for key in keys]
+            records = memory.look_locked(keys)
+            found = [record is not None and (record.read or not only_read) for record in records]
             outcomes = [OK if yes and memory.remove_locked(key) else MISS for key, yes in zip(keys, found, strict=True)]
             memory.changed.notify_all()
         return outcomes
@@ -367,7 +327,7 @@ class MemoryBackend(Backend):
             memory.check("stats")
             nbytes = sum(record.found.nbytes for record in memory.records.values())
             pool = memory.pool.stats()
-            return MemoryStats(len(memory.records), nbytes, pool.total, pool.in_use, memory.evicted)
+            return MemoryStats(len(memory.records), nbytes, pool.total, pool.in_use, memory.evicted, memory.expired)
 
     def close(self) -> None:
         memory = self._memory
@@ -390,6 +350,9 @@ class MemoryBackend(Backend):
         with memory.lock:
             memory.check("list")
             items = [*memory.records.items()]
+        if memory.expiry.ttl != math.inf:
+            now = memory.expiry.clock()
+            items = [item for item in items if item[1].expires > now]
         return self._pages(items, deadline)
 
     def _pages(self, items: Sequence[tuple[Key, Record]], deadline: float) -> Iterator[Sequence[KeyInfo]]:

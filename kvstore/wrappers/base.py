@@ -119,6 +119,11 @@ class Wrapper(Backend):
         """The inner backend's identity."""
         return self._inner.identity
 
+    @property
+    def distance(self) -> int:  # type: ignore[override]
+        """The inner backend's distance."""
+        return self._inner.distance
+
     @classmethod
     def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> Backend:
         """Always raises `ConfigError`: a wrapper goes around a backend, see `kvstore.wrappers.wrap`."""

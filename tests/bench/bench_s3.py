@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvstore.backend import Backend, Read, Status, Write  # noqa: E402
-from kvstore.keys import Key, opaque_key  # noqa: E402
+from kvstore.backend import Read, Status, Write  # noqa: E402
+from kvstore.keys import opaque_key  # noqa: E402
 from kvstore.registry import BackendURL, open_backend, parse_url  # noqa: E402
 from kvstore_bench.ceilings import Lanes  # noqa: E402
 from kvstore_bench.ceilings_http import HttpGet, HttpPut  # noqa: E402
@@ -201,49 +201,92 @@ def _soon(seconds: float) -> float:
 
 # Layer groups.
 
+LAYERS, GROUP = 32, 2
+RATE, LATENCY = 200e6, 0.020
+CHUNK = 32 * MIB
+
 
 def layer_groups(figures: Figures, repeats: int) -> None:
     """64 chunks of 32 MiB over 200 MB/s and 20 ms, read by a plain layer-ordered reader: when the first group is there.
 
-    A group is 2 of 32 layers of every chunk, read in one call; groups come one after the other.
+    A group is 2 of 32 layers of every chunk, read in one call; groups come one after the other. Once through the bare
+    backend, and once through the whole store, which reads each record's header with each group and verifies all bytes.
     """
-    chunks, chunk, layers, group = 64, 32 * MIB, 32, 2
-    rate, latency = 200e6, 0.020
-    if repeats < 3:
-        chunks = 16
+    chunks = 64 if repeats >= 3 else 16
     print(f"\nfirst layer group of {chunks} chunks x 32 MiB, 200 MB/s, 20 ms")
-    layer = chunk // layers
-    body = bytes(chunk)
-    region = Region(chunks * group * layer)
-    slots = region.slots(chunks, group * layer)
+    region = Region(chunks * GROUP * CHUNK // LAYERS)
+    slots = region.slots(chunks, GROUP * CHUNK // LAYERS)
     with NullServer(drop=True) as server:
-        backend = open_backend(url_of(server.endpoint, None, lanes=16))
-        try:
-            keys = [opaque_key(f"chunk {number}") for number in range(chunks)]
-            for key in keys:
-                backend.put([Write(key, [memoryview(body)])], deadline=_soon(60))
-            server.set(latency_ms=latency * 1e3, mb_per_s=rate / 1e6)
-            start = time.perf_counter()
-            _read_group(backend, keys, slots, 0)
-            first = time.perf_counter() - start
-            for index in range(1, layers // group):
-                _read_group(backend, keys, slots, index * group * layer)
-            whole = time.perf_counter() - start
-        finally:
-            server.set(latency_ms=0, mb_per_s=0)
-            backend.close()
-    ideal_first = latency + chunks * group * layer / rate
-    ideal = chunks * chunk / rate
-    figure(figures, "s3.first_group.ratio", first / ideal_first, "ratio", "lower", 2.5, f"{first:.3f} s")
+        _in_order(figures, "s3.", server, chunks, *_bare_reader(server, slots))
+    with NullServer(arena_mib=chunks * (CHUNK // MIB + 1)) as server:
+        _in_order(figures, "s3.store_", server, chunks, *_store_reader(server, slots))
+
+
+def _in_order(
+    figures: Figures, name: str, server: NullServer, chunks: int, read: Callable[[int], None],
+    close: Callable[[], None],
+) -> None:  # fmt: skip
+    """Time `read(group)` of all groups, one after the other."""
+    try:
+        server.set(latency_ms=LATENCY * 1e3, mb_per_s=RATE / 1e6)
+        start = time.perf_counter()
+        read(0)
+        first = time.perf_counter() - start
+        for index in range(1, LAYERS // GROUP):
+            read(index)
+        whole = time.perf_counter() - start
+    finally:
+        server.set(latency_ms=0, mb_per_s=0)
+        close()
+    ideal_first = LATENCY + chunks * GROUP * CHUNK / LAYERS / RATE
+    ideal = chunks * CHUNK / RATE
+    figure(figures, f"{name}first_group.ratio", first / ideal_first, "ratio", "lower", 2.5, f"{first:.3f} s")
     bar = 1.10 if chunks == 64 else None  # fewer chunks, and the latency of each group weighs more
-    figure(figures, "s3.all_groups.ratio", whole / ideal, "ratio", "lower", bar, f"{whole:.2f} s")
+    figure(figures, f"{name}all_groups.ratio", whole / ideal, "ratio", "lower", bar, f"{whole:.2f} s")
 
 
-def _read_group(backend: Backend, keys: list[Key], slots: list[memoryview], offset: int) -> None:
-    reads = [Read(key, slot, offset) for key, slot in zip(keys, slots, strict=True)]
-    for outcome, slot in zip(backend.get_into(reads, deadline=_soon(120)), slots, strict=True):
-        if outcome.nbytes != len(slot):
-            raise SystemExit(f"a layer group did not come: {outcome}")
+def _bare_reader(server: NullServer, slots: list[memoryview]) -> tuple[Callable[[int], None], Callable[[], None]]:
+    backend = open_backend(url_of(server.endpoint, None, lanes=16))
+    keys = [opaque_key(f"chunk {number}") for number in range(len(slots))]
+    body = bytes(CHUNK)
+    for key in keys:
+        backend.put([Write(key, [memoryview(body)])], deadline=_soon(60))
+
+    def read(group: int) -> None:
+        offset = group * GROUP * CHUNK // LAYERS
+        reads = [Read(key, slot, offset) for key, slot in zip(keys, slots, strict=True)]
+        for outcome, slot in zip(backend.get_into(reads, deadline=_soon(120)), slots, strict=True):
+            if outcome.nbytes != len(slot):
+                raise SystemExit(f"a layer group did not come: {outcome}")
+
+    return read, backend.close
+
+
+def _store_reader(server: NullServer, slots: list[memoryview]) -> tuple[Callable[[int], None], Callable[[], None]]:
+    import kvstore
+    from kvstore import Item, KVLayout, Want, chunk_keys, kv_spec
+
+    store = kvstore.open_store(str(url_of(server.endpoint, None, lanes=16)), write_queue_bytes=4 * GIB)
+    layout = KVLayout(num_layers=LAYERS, num_kv_heads=8, head_dim=128)
+    context = store.key_context(model="bench", layout=layout, dtype="bfloat16")
+    keys = chunk_keys(range(256 * len(slots)), context=context)
+    spec = kv_spec(layout, "bfloat16", tokens=256)
+    body = memoryview(bytes(range(251)) * (CHUNK // 251 + 1))[:CHUNK]
+    items = [Item(key, spec.split(body), spec) for key in keys]
+    for outcome in store.submit_put(items, deadline=_soon(120)).result():
+        if not outcome.stored:
+            raise SystemExit(f"filling failed: {outcome}")
+
+    def read(group: int) -> None:
+        wants = [
+            Want(key, slot, spec, first=group * GROUP, num_segments=GROUP)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        for outcome in store.submit_get(wants, deadline=_soon(120)).result():
+            if not outcome.ok:
+                raise SystemExit(f"a layer group did not come: {outcome}")
+
+    return read, store.close
 
 
 # Trouble.

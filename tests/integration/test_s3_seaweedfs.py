@@ -91,8 +91,8 @@ def test_wrong_credentials_name_what_to_check(
             backend.stat([key("k")], deadline=soon())[0],
             backend.delete([key("k")], deadline=soon())[0],
             backend.quarantine([key("k")], deadline=soon())[0],
-        ):  # HEAD has no body, so the service does not say why
-            error_of(outcome, PermanentError, "access denied", "check")
+        ):  # HEAD has no body, so a GET asks why
+            error_of(outcome, PermanentError, "access denied", said)
         with pytest.raises(PermanentError, match="access denied"):
             list(backend.list(deadline=soon()))
     assert names_in(seaweedfs, s3_bucket) == []

@@ -49,6 +49,7 @@ class Seen(NamedTuple):
     operation: str
     key: str
     access_key: str
+    bucket: str
 
 
 @dataclass
@@ -60,6 +61,7 @@ class _Object:
 
 @dataclass
 class _Session:
+    bucket: str
     token: str
     access_key: str
     secret_key: str
@@ -87,6 +89,7 @@ class ExpressStub:
         ttl_s: how long sessions live that are made from now on.
         counts: "create_session", "requests", "expired", "refused" so far.
         seen: every request, in order.
+        gate: CreateSession waits until it is set.
     """
 
     access_key = "testkey"
@@ -100,6 +103,8 @@ class ExpressStub:
         self.objects: dict[tuple[str, str], _Object] = {}
         self.uploads: dict[str, _Upload] = {}
         self.lock = threading.RLock()
+        self.gate = threading.Event()
+        self.gate.set()
         self._sessions: dict[str, _Session] = {}
         self._asleep = 0
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -128,6 +133,7 @@ class ExpressStub:
             self.objects[bucket, key] = _Object(body, _random_etag(), {})
 
     def stop(self) -> None:
+        self.gate.set()
         self._server.shutdown()
         self._server.hang_up()
         self._server.server_close()
@@ -148,23 +154,23 @@ class ExpressStub:
                 return False
         return True
 
-    def new_session(self) -> _Session:
-        session = _Session(secrets.token_hex(24), f"ASIA{secrets.token_hex(8).upper()}", secrets.token_hex(20),
+    def new_session(self, bucket: str) -> _Session:
+        session = _Session(bucket, secrets.token_hex(24), f"ASIA{secrets.token_hex(8).upper()}", secrets.token_hex(20),
                            time.time() + self.ttl_s)  # fmt: skip
         with self.lock:
             self._sessions[session.token] = session
             self.counts["create_session"] += 1
         return session
 
-    def secret_of(self, access_key: str, token: str | None, *, by_account: bool) -> str:
+    def secret_of(self, access_key: str, token: str | None, bucket: str, *, by_account: bool) -> str:
         """The secret key a request must be signed with."""
         if by_account:
             if access_key != self.access_key:
                 raise _Refused(403, "InvalidAccessKeyId")
             return self.secret_key
         session = self._sessions.get(token or "")
-        if session is None or session.access_key != access_key:
-            raise _Refused(403, "AccessDenied", "no x-amz-s3session-token, or one of other credentials")
+        if session is None or (session.access_key, session.bucket) != (access_key, bucket):
+            raise _Refused(403, "AccessDenied", "no x-amz-s3session-token, or one of other credentials or buckets")
         if session.expires < time.time():
             with self.lock:
                 self.counts["expired"] += 1
@@ -247,13 +253,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             credential = parse_authorization(self._name.get("authorization", ""))
             with stub.lock:
-                stub.seen.append(Seen(operation, self._key, credential.access_key if credential else ""))
+                stub.seen.append(Seen(operation, self._key, credential.access_key if credential else "", self._bucket))
             if not _BUCKET.fullmatch(self._bucket):
                 raise _Refused(400, "InvalidBucketName", self._bucket)
             if not stub.awake():
                 raise _Refused(503, "SlowDown", "the bucket is being activated")
             self._authenticate(parts.path, parts.query, body, by_account=operation in _BY_ACCOUNT)
             self._check_payload(body, claimed)
+            if operation == "create_session":
+                stub.gate.wait(60)
             with stub.lock:
                 getattr(self, f"_{operation}")(body)
         except _Refused as no:
@@ -326,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self._name.get("x-amz-s3session-token")
         if not by_account and "x-amz-s3session-token" not in credential.signed_headers:
             raise _Refused(403, "AccessDenied", "x-amz-s3session-token is not sent, or not signed")
-        secret = self.server.stub.secret_of(credential.access_key, token, by_account=by_account)
+        secret = self.server.stub.secret_of(credential.access_key, token, self._bucket, by_account=by_account)
         canonical = canonical_request(self.command, path, query, self._name, credential.signed_headers)
         if signature(secret, self._name.get("x-amz-date", ""), credential, canonical) != credential.signature:
             raise _Refused(403, "SignatureDoesNotMatch")
@@ -360,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise _Refused(501, "NotImplemented")
 
     def _create_session(self, _: bytes) -> None:
-        session = self.server.stub.new_session()
+        session = self.server.stub.new_session(self._bucket)
         expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(session.expires))
         fields = [("SessionToken", session.token), ("SecretAccessKey", session.secret_key),
                   ("AccessKeyId", session.access_key), ("Expiration", expires)]  # fmt: skip
@@ -457,14 +465,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(204)
 
     def _delete_objects(self, body: bytes) -> None:
-        names = [unescape(name) for name in re.findall("<Key>(.*?)</Key>", body.decode())]
-        if len(names) > 1000:
+        text = body.decode()
+        asked = [(name, tag) for name, _, tag in re.findall("<Key>(.*?)</Key>(<ETag>(.*?)</ETag>)?", text)]
+        if len(asked) > 1000:
             raise _Refused(400, "MalformedXML", "more than 1000 keys")
-        for name in names:
-            self.server.stub.objects.pop((self._bucket, name), None)
-        quiet = "<Quiet>true</Quiet>" in body.decode()
+        objects, names, errors = self.server.stub.objects, list[str](), list[str]()
+        for name, tag in asked:
+            found = objects.get((self._bucket, unescape(name)))
+            if found is not None and tag and unescape(tag, {"&quot;": '"'}) != found.etag:
+                errors.append(f"<Error><Key>{name}</Key><Code>PreconditionFailed</Code></Error>")
+                continue
+            objects.pop((self._bucket, unescape(name)), None)
+            names.append(unescape(name))
+        quiet = "<Quiet>true</Quiet>" in text
         deleted = [] if quiet else [f"<Deleted><Key>{escape(name)}</Key></Deleted>" for name in names]
-        self._answer(200, _xml("DeleteResult", *deleted))
+        self._answer(200, _xml("DeleteResult", *deleted, *errors))
 
     def _list(self, _: bytes) -> None:
         stub, query = self.server.stub, self._query

@@ -14,19 +14,27 @@ import pytest
 
 from tests.servers.express_stub import ExpressStub
 from tests.servers.fault_proxy import FaultProxy
+from tests.servers.mooncake import MISSING as MOONCAKE_MISSING
+from tests.servers.mooncake import Mooncake, mooncake_folder
 from tests.servers.null_server import NullServer
 from tests.servers.seaweedfs import MISSING, SeaweedFS, weed_binary
+from tests.servers.valkey import valkey_cluster, valkey_full, valkey_server, valkey_tls
 
 __all__ = [
     "_bucket",
     "certificate",
     "express_stub",
+    "mooncake",
     "null_proxy",
     "null_server",
     "null_server_tls",
     "s3_bucket",
     "s3_proxy",
     "seaweedfs",
+    "valkey_cluster",
+    "valkey_full",
+    "valkey_server",
+    "valkey_tls",
 ]
 
 _BUCKET = "tests"
@@ -75,6 +83,15 @@ def s3_proxy(seaweedfs: SeaweedFS) -> Iterator[FaultProxy]:
     """A bad network in front of `seaweedfs`."""
     with FaultProxy(seaweedfs.port) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
+    """A real Mooncake Store on loopback."""
+    if mooncake_folder() is None:
+        pytest.skip(MOONCAKE_MISSING)
+    with Mooncake(tmp_path_factory.mktemp("mooncake")) as server:
+        yield server
 
 
 @pytest.fixture

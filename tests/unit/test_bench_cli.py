@@ -185,7 +185,7 @@ def test_options_reach_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert seen.pop("progress") is None  # standard error is no terminal here
     assert seen == {
         "urls": ["memory://"], "sizes": [65536, 1 << 20], "batch": 3, "lanes": 2, "ops": ["get"], "quick": True,
-        "repeats": 4, "memory_bytes": 2 << 30, "store": True, "compare_clients": True,
+        "repeats": 4, "memory_bytes": 2 << 30, "store": True, "compare_clients": True, "transport": None,
         "command": f"kvstore-bench io memory:// --sizes 64KiB,1MiB --batch 3 --lanes 2 --repeats 4 --html {page}"
         " --ops get --memory 2GiB --quick --compare-clients --store",
     }  # fmt: skip

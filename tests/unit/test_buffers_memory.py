@@ -123,26 +123,51 @@ def test_memory_is_mapped_once() -> None:
         assert descriptors() == opened
 
 
-def test_shared_memory_is_seen_through_its_descriptor_in_another_process() -> None:
+def test_shared_memory_is_read_through_its_descriptor_in_another_process_and_not_written() -> None:
     child = (
-        "import mmap, sys; fd, size, at = map(int, sys.argv[1:])\n"
-        "m = mmap.mmap(fd, size); assert m[at:at + 5] == b'hello', m[at:at + 5]\n"
-        "m[at:at + 5] = b'world'; print(m[0:1].hex())"
+        "import mmap, os, sys; fd, size, at = map(int, sys.argv[1:])\n"
+        "m = mmap.mmap(fd, size, prot=mmap.PROT_READ); assert m[at:at + 5] == b'hello', m[at:at + 5]\n"
+        "def refused(what):\n"
+        "    try: what()\n"
+        "    except PermissionError: return True\n"
+        "attacks = [lambda: mmap.mmap(fd, size), lambda: os.pwrite(fd, b'x', at), lambda: os.ftruncate(fd, 4096),\n"
+        "           lambda: os.ftruncate(fd, 2 * size), lambda: os.posix_fallocate(fd, 0, 2 * size)]\n"
+        "print(m[0:1].hex(), *map(refused, attacks))"
     )
     with BufferPool(4 * PAGE, shared=True, canary=True) as pool, pool.acquire(2 * PAGE), pool.acquire(PAGE) as buffer:
         buffer.view[:5] = b"hello"
         fd = buffer.slab.fd
         assert fd is not None
+        assert buffer.slab.unshared == ""
         assert os.fstat(fd).st_size == 4 * PAGE
         assert not os.get_inheritable(fd)
         arguments = [str(fd), str(4 * PAGE), str(buffer.offset)]
         done = subprocess.run(
             [sys.executable, "-c", child, *arguments], pass_fds=[fd], capture_output=True, text=True, check=True
         )
-        assert done.stdout.strip() == f"{CANARY:02x}"
-        assert bytes(buffer.view[:5]) == b"world"
+        assert done.stdout.split() == [f"{CANARY:02x}", *["True"] * 5]
+        buffer.view[:5] = b"again"  # we still can
+        assert bytes(buffer.view[:5]) == b"again"
     with BufferPool(PAGE) as private:
         assert private.slabs[0].fd is None
+        assert private.slabs[0].unshared == ""
+
+
+@pytest.mark.parametrize("lacking", ["memfd", "seals"])
+def test_a_system_without_seals_has_private_memory_and_says_so(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "no such thing here")
+
+    monkeypatch.setattr(*(("os.memfd_create", refuse) if lacking == "memfd" else ("fcntl.fcntl", refuse)))
+    before = descriptors()
+    with BufferPool(4 * PAGE, shared=True) as pool:
+        slab = pool.slabs[0]
+        assert slab.fd is None
+        assert "no such thing here" in slab.unshared
+        with pool.acquire(PAGE) as buffer:
+            buffer.view[:] = bytes(PAGE)
+        assert descriptors() == before
+    assert descriptors() == before
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -316,7 +316,7 @@ def test_every_lmcache_scheme_is_known() -> None:
     assert sorted(lmcache.SCHEMES) == sorted(LMCACHE_SCHEMES)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in LMCACHE_SCHEMES if scheme not in ("fs", *SCHEMES)])
+@pytest.mark.parametrize("scheme", sorted({*LMCACHE_SCHEMES} - {*lmcache.TRANSLATED, *SCHEMES}))
 def test_an_lmcache_scheme_without_counterpart_is_refused_by_name(scheme: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_urls(f"{scheme}://host:1/x")

@@ -227,8 +227,9 @@ def test_a_server_that_takes_nothing_is_given_up(pair: Pair, deadline: float, si
 
 def test_a_request_head_has_no_expect_and_no_line_breaks() -> None:
     assert request_head("PUT", "/b/k", {"Host": "h", "Expect": "100-continue", "A": "1"}) == (
-        b"PUT /b/k HTTP/1.1\r\nHost: h\r\nA: 1\r\n\r\n"
+        b"PUT /b/k HTTP/1.1\r\nHost: h\r\nA: 1\r\nAccept-Encoding: identity\r\n\r\n"
     )
+    assert request_head("GET", "/", {"accept-encoding": "x"}) == b"GET / HTTP/1.1\r\naccept-encoding: x\r\n\r\n"
     with pytest.raises(LinkError, match="header X holds a line break"):
         request_head("PUT", "/", {"X": "a\r\nB: c"})
 

@@ -3,7 +3,6 @@ credentials, and how many requests all of that takes."""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import threading
 import time
@@ -12,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.credentials import RefreshableCredentials
 
 from kvstore.backend import Outcome, Read, Status, Write
 from kvstore.errors import KVStoreError, PermanentError, TransientError
 from kvstore.keys import Key
 from kvstore_backends.s3 import S3Backend
-from kvstore_backends.s3.credentials import CredentialGate
 from kvstore_backends.s3.errors import Throttled
 from kvstore_backends.s3.http import LinkError, Timing
 from kvstore_backends.s3.native import NativeClient
@@ -32,7 +29,6 @@ from tests.s3_support import (
     error_answer,
     open_s3,
     range_of,
-    settings,
 )  # fmt: skip
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
@@ -442,152 +438,6 @@ def test_payloads_are_neither_hashed_nor_checksummed_nor_announced() -> None:
             assert not [name for name in asked.headers if name.startswith("x-amz-checksum")]
             assert asked.body == DATA
         assert len({asked.headers["authorization"] for asked in server.asked}) == 3
-        backend.close()
-
-
-# Credentials.
-
-
-class Expiring:
-    """A source of temporary credentials, the first of which have expired."""
-
-    def __init__(self) -> None:
-        self.refreshes = 0
-        self.fail = False
-        self.block: threading.Event | None = None
-
-    def refresh(self) -> dict[str, str]:
-        self.refreshes += 1
-        if self.block is not None:
-            self.block.wait(30)
-        if self.fail:
-            raise OSError("no answer")
-        until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
-        return {"access_key": "new", "secret_key": "n", "token": "t", "expiry_time": until.isoformat()}
-
-    def credentials(self, seconds: float) -> RefreshableCredentials:
-        until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
-        return RefreshableCredentials("old", "o", "t", until, self.refresh, "test")
-
-
-def run_together(count: int, work: Callable[[], None]) -> None:
-    barrier = threading.Barrier(count)
-
-    def run() -> None:
-        barrier.wait(30)
-        work()
-
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-
-
-def test_credentials_that_expire_amid_64_lanes_are_refreshed_once() -> None:
-    source = Expiring()
-    with ScriptedServer(serving(DATA)) as server:
-        backend = open_s3(server.endpoint, lanes=4)
-        client = backend.client
-        assert isinstance(client, NativeClient)
-        credentials = source.credentials(-1)
-        client._gate = CredentialGate(credentials)
-        client._boto._request_signer._credentials = credentials
-        outcomes: list[Outcome] = []
-        run_together(64, lambda: outcomes.append(get(backend, (0, 10))[0][0]))
-        assert [outcome.status for outcome in outcomes] == [Status.OK] * 64
-        assert source.refreshes == 1
-        assert all("Credential=new/" in asked.headers["authorization"] for asked in server.asked)
-        backend.close()
-
-
-def test_a_refresh_that_hangs_costs_no_more_than_the_deadline() -> None:
-    source = Expiring()
-    source.block = threading.Event()
-    gate = CredentialGate(source.credentials(-1))
-    begin = time.monotonic()
-    with pytest.raises(LinkError, match="refreshed"):
-        gate.ready(begin + 0.05)
-    assert time.monotonic() - begin < 0.5
-    source.block.set()
-    gate.ready(soon())
-    assert source.refreshes == 1
-
-
-def test_valid_credentials_are_used_while_new_ones_are_fetched() -> None:
-    source = Expiring()
-    source.block = threading.Event()
-    gate = CredentialGate(source.credentials(300))
-    gate.ready(time.monotonic() + 0.01)  # does not wait
-    source.block.set()
-    gate = CredentialGate(source.credentials(7200))
-    gate.ready(time.monotonic() - 1)
-    assert gate.refreshes == 0
-    CredentialGate(None).ready(time.monotonic() - 1)
-
-
-def test_a_failed_refresh_is_not_repeated_at_once() -> None:
-    source = Expiring()
-    source.fail = True
-    gate = CredentialGate(source.credentials(300))
-    for _ in range(3):
-        gate.ready(soon())
-        for thread in threading.enumerate():
-            if thread.name == "kvstore-s3-credentials":
-                thread.join(30)
-    assert gate.refreshes == 1
-
-
-@pytest.mark.parametrize("client", ["native", "boto3", "aioboto3"])
-def test_expired_tokens_are_renewed_once_for_all_lanes(client: str) -> None:
-    """The service refuses the old token; the chain is asked once more, and every lane tries once more."""
-    expired = [True]
-
-    def script(asked: Asked) -> Raw:
-        return error_answer(400, "ExpiredToken") if expired[0] else range_of(asked, DATA)
-
-    with ScriptedServer(script) as server:
-        backend = open_s3(server.endpoint, client=client, lanes=4)
-        reopened: list[int] = []
-        reopen = backend.client.reopen
-
-        def counted() -> None:
-            reopened.append(1)
-            reopen()
-            expired[0] = False
-
-        backend.client.reopen = counted  # type: ignore[method-assign]
-        outcomes: list[Outcome] = []
-        run_together(16, lambda: outcomes.append(get(backend, (0, 10))[0][0]))
-        assert [outcome.status for outcome in outcomes] == [Status.OK] * 16
-        assert len(reopened) == 1
-        assert len(server.asked) <= 32
-        backend.close()
-
-
-def test_tokens_that_stay_expired_are_an_error_after_one_more_try() -> None:
-    with ScriptedServer(lambda asked: error_answer(400, "ExpiredToken")) as server:
-        backend = open_s3(server.endpoint)
-        ((outcome, _),) = get(backend, (0, 10))
-        assert "have expired" in str(failure(outcome))
-        assert len(server.asked) == 2
-        ((outcome, _),) = get(backend, (0, 10))
-        assert len(server.asked) == 3, "the source is not asked again within seconds"
-        backend.close()
-
-
-def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-                 "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_WEB_IDENTITY_TOKEN_FILE"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    with ScriptedServer(serving(DATA)) as server:
-        backend = S3Backend(settings(server.endpoint, access_key_id=None, secret_access_key=None))
-        ((outcome, _),) = get(backend, (0, 10))
-        assert "no credentials were found" in str(failure(outcome))
-        assert not server.asked
         backend.close()
 
 

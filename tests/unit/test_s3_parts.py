@@ -17,8 +17,9 @@ from kvstore.errors import ConfigError, KVStoreError, PermanentError, TransientE
 from kvstore.keys import Key
 from kvstore.registry import backend_class, parse_url, split_options
 from kvstore_backends.s3 import S3Backend
+from kvstore_backends.s3.answers import age_of
 from kvstore_backends.s3.checksums import Checksum
-from kvstore_backends.s3.client import BodyBroken, Source, age_of, content_total, gather
+from kvstore_backends.s3.client import BodyBroken, Source, gather
 from kvstore_backends.s3.errors import Faults, Throttled
 from kvstore_backends.s3.expiry import lifecycle_configuration
 from kvstore_backends.s3.express import is_express, zone_of
@@ -210,13 +211,13 @@ def test_a_source_is_a_file() -> None:
         source.read(1)
 
 
-def test_ages_and_sizes_from_headers() -> None:
+def test_ages_from_headers() -> None:
     modified = "Wed, 01 Jan 2025 00:00:00 GMT"
     assert age_of({"last-modified": modified, "date": "Wed, 01 Jan 2025 01:00:01 GMT"}) == 3601.0
     assert age_of({"last-modified": modified, "date": "Tue, 31 Dec 2024 00:00:00 GMT"}) == 0.0
     assert age_of({"last-modified": "nonsense", "date": modified}) == 0.0
     assert age_of({"date": modified}) == 0.0
-    assert (content_total("bytes 0-9/100"), content_total("bytes */7"), content_total("bytes 0-9/*")) == (100, 7, None)
+    assert age_of({"last-modified": modified}) > 86400.0, "our clock stands in for a Date that was taken out"
 
 
 # Lanes.

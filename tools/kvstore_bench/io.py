@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from .ceilings_http import HttpPlace
     from .leftovers import Journal
     from .measure import Side
+    from .nodes import NodePlace
     from .report import Report, Row
-    from .targets import Target
+    from .targets import BackendTarget, Target
 
 __all__ = ["Plan", "add_arguments", "plan_run", "run", "run_io"]
 
@@ -60,10 +61,20 @@ BARS: dict[str, float] = {
     "io.s3.get.16MiB.ratio": 0.75,
     "io.s3.put.16MiB.ratio": 0.75,
     "io.store_memory.overhead_us_per_key": 15.0,
+    "io.node_tcp.get.16MiB.ratio": 0.85,
+    "io.node_tcp.put.16MiB.ratio": 0.85,
+    "io.node_tcp.get.16KiB.ratio": 0.5,
+    "io.node_tcp.put.16KiB.ratio": 0.5,
+    "io.node_tcp.get.round_trip_us": 150.0,
+    "io.node_tcp.get.64KiB.batched_vs_single": 4.0,
+    "io.node_shm.get.16MiB.ratio": 0.80,
+    "io.node_shm.put.16MiB.ratio": 0.80,
+    "io.node_ucx.get.16MiB.ratio": 0.75,
+    "io.node_ucx.put.16MiB.ratio": 0.75,
 }
 
-Place: TypeAlias = "Path | HttpPlace | None"
-"""Where a ceiling works: a folder, a bucket, or nowhere (memory)."""
+Place: TypeAlias = "Path | HttpPlace | NodePlace | None"
+"""Where a ceiling works: a folder, a bucket, a pair of sockets, or nowhere (memory)."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,7 @@ def run_io(
     quick: bool = False,
     store: bool | None = None,
     compare_clients: bool = False,
+    transport: str | None = None,
     memory_bytes: int = DEFAULT_MEMORY,
     progress: Progress | None = None,
     command: str = "",
@@ -173,6 +185,7 @@ def run_io(
         quick: fewer sizes and repeats: under a minute on two slow cores.
         store: also measure the whole store over each URL; None: only for the embedded default.
         compare_clients: also measure s3 URLs through every other client there is.
+        transport: of `node://` URLs that do not say one; `node://local` starts a node of its own.
         memory_bytes: limit of the working set: buffers of both directions and what a memory backend keeps.
         progress: called before each row.
         command: shown in the report; must not hold secrets.
@@ -189,7 +202,7 @@ def run_io(
 
     parsed = [parse_url(url) for url in urls]
     with contextlib.ExitStack() as stack:
-        run = _Run(plan, stack, progress, compare_clients=compare_clients)
+        run = _Run(plan, stack, progress, compare_clients=compare_clients, transport=transport)
         return run.go(parsed, store=not urls if store is None else store, command=command)
 
 
@@ -197,15 +210,16 @@ class _Run:
     """One run: the open things, the shared memory, the rows so far."""
 
     def __init__(
-        self, plan: Plan, stack: contextlib.ExitStack, progress: Progress | None, *, compare_clients: bool = False
-    ) -> None:
+        self, plan: Plan, stack: contextlib.ExitStack, progress: Progress | None, *, compare_clients: bool = False,
+        transport: str | None = None,
+    ) -> None:  # fmt: skip
         from kvstore import __version__
 
         from .ceilings import Lanes
         from .leftovers import Journal
         from .report import Report
 
-        self.plan, self.stack, self.compare_clients = plan, stack, compare_clients
+        self.plan, self.stack, self.compare_clients, self.transport = plan, stack, compare_clients, transport
         self.progress = progress or (lambda what, done, total: None)
         self.report = Report("io", version=__version__)
         self.pool: Lanes = stack.enter_context(Lanes(MOST_LANES))
@@ -218,6 +232,8 @@ class _Run:
     def go(self, urls: Sequence[BackendURL], *, store: bool, command: str) -> Report:
         from .leftovers import sweep
         from .machine import machine_facts
+        from .nodes import NodePlace
+        from .targets import BackendTarget
         from .workload import Region
 
         self.report.command = command
@@ -229,13 +245,18 @@ class _Run:
         per_target = len(self.plan.sizes) * len(self.plan.ops)
         tiny = [target for target, _ in pairs if target.scheme == "store_memory"]
         self.total = per_target * sum(target not in tiny for target, _ in pairs) + 2 * len(tiny)
-        room = max(self.plan.region_bytes, TINY_BATCH * 4096)
-        self.regions = Region(room), Region(room)
+        room = max(self.plan.region_bytes, TINY_BATCH * 4096, 16 * MIB)
+        shared = any(isinstance(place, NodePlace) for _, place in pairs)
+        self.regions = Region(room, shared=shared), Region(room, shared=shared)
         for target, place in pairs:
+            if isinstance(target, BackendTarget):
+                target.register([region.slab for region in self.regions if region.slab is not None])
             if target in tiny:
                 self._overhead(target)
             else:
                 self._target(target, place)
+            if isinstance(place, NodePlace) and isinstance(target, BackendTarget):
+                self._node_figures(target)
         if self.spreads:
             self.report.machine["ceiling_spread"] = round(statistics.median(self.spreads), 3)
         self.report.seconds = time.monotonic() - begin
@@ -245,6 +266,7 @@ class _Run:
         """The targets and where their ceiling works, if it needs a place. All are closed with the stack."""
         from kvstore.registry import BackendURL
 
+        from .nodes import SCHEMES, NodePlace, open_place
         from .targets import BackendTarget, StoreTarget
 
         if not urls:
@@ -252,9 +274,15 @@ class _Run:
             self.journal.folder(str(root))
             (root / "file").mkdir()
             urls = [BackendURL("memory"), BackendURL("file", path=str(root / "file"))]
-        for url in urls:
+        place: Place
+        for asked in urls:
+            url, label, place = asked, "", None
+            if url.scheme in SCHEMES:
+                most = 4 * self.plan.region_bytes + 256 * MIB
+                url, label, place = self.stack.enter_context(open_place(url, self.transport, most))
             target = self._close_later(BackendTarget(url, lanes=self.plan.lanes))
-            place: Place = None
+            if isinstance(place, NodePlace):
+                target.scheme, target.pids = label, place.pids
             if url.scheme == "file":
                 place = self._raw_folder(Path(url.path))
             elif url.scheme == "s3":
@@ -262,9 +290,10 @@ class _Run:
 
                 place = place_of(url, self.run_id)
             yield self._named(target), place
-            if store and url.scheme in ("memory", "file", "s3"):
+            if store and url.scheme in ("memory", "file", "s3", *SCHEMES):
                 queue = 2 * self.plan.region_bytes + 64 * MIB
                 whole = self._close_later(StoreTarget(url, lanes=self.plan.lanes, queue_bytes=queue))
+                whole.scheme, whole.pids = f"store_{target.scheme}", target.pids
                 yield self._named(whole), place
             if self.compare_clients and url.scheme == "s3":
                 from .s3 import other_clients
@@ -335,6 +364,24 @@ class _Run:
             what = f"{'' if op == 'get' else 'put_'}overhead_us_per_key"
             self._figure(row, what, row.seconds / TINY_BATCH * 1e6, "us/key", "lower")
 
+    def _node_figures(self, target: BackendTarget) -> None:
+        """A round trip, and what batching brings: of nodes only, where the distance counts."""
+        from .nodes import batched_against_single, round_trip_us
+        from .report import Figure
+
+        if "get" not in self.plan.ops:
+            return
+        self._step(f"{target.scheme} round trips", 0)
+        values = {
+            "get.round_trip_us": (round_trip_us(target.backend, self.run_id), "us", "lower"),
+            "get.64KiB.batched_vs_single": (
+                batched_against_single(target.backend, self.run_id, self.regions[1].view), "times", "higher",
+            ),
+        }  # fmt: skip
+        for what, (value, unit, better) in values.items():
+            name = f"io.{target.scheme}.{what}"
+            self.report.figures[name] = Figure(round(value, 3), unit, better, BARS.get(name))
+
     def _figure(self, row: Row, what: str, value: float, unit: str, better: str) -> None:
         """Add a row, and its figure if it is verified: a failed run is neither fast nor slow."""
         from .report import Figure
@@ -352,12 +399,15 @@ class _Run:
         self, target: Target, ours: Any, op: str, keys: Sequence[bytes], work: Any, place: Place, *, tiny: bool
     ) -> Side:
         from .ceilings import Memcpy, PythonLoop, ReadFiles, WriteFiles
+        from .nodes import NodePlace
         from .targets import record_files
 
         if tiny:
             return PythonLoop(op, keys, work.sources, work.destinations)
         if place is None:
             return Memcpy(work.sources, work.destinations)
+        if isinstance(place, NodePlace):
+            return place.ceiling(op, work, self.regions)
         if not isinstance(place, Path):
             from .ceilings_http import HttpGet, HttpPut
 
@@ -378,7 +428,7 @@ class _Run:
             *self.regions, count=count, nbytes=size, make_key=target.key, run_id=names, announce=self.journal.batch
         )
         ceiling_keys = work.new_keys() if tiny else []  # before `fill`: new keys bring new content
-        ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S)
+        ours = (GetSide if op == "get" else PutSide)(target, work, timeout=CALL_TIMEOUT_S, pids=target.pids)
         same = place is None and not target.whole
         most = min(count, target.lanes, MOST_LANES)
         cores = len(os.sched_getaffinity(0))
@@ -434,7 +484,8 @@ def percentile_ms(seconds: Sequence[float], share: float) -> float:
     return percentile(seconds, share) * 1e3
 
 
-def _sizes(text: str) -> list[int]:
+def sizes_of(text: str) -> list[int]:
+    """The sizes of `--sizes`, in bytes. Raises `ConfigError`."""
     return [parse_size(part.strip(), name="--sizes") for part in text.split(",") if part.strip()]
 
 
@@ -461,12 +512,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="also the whole, verified store over memory, file and s3 URLs (default: only without URL)",
+        help="also the whole, verified store over memory, file, s3 and node URLs (default: only without URL)",
     )
     parser.add_argument(
         "--compare-clients",
         action="store_true",
         help="s3 URLs also through boto3, aioboto3, obstore and awscrt, where installed",
+    )
+    parser.add_argument(
+        "--transport", choices=("tcp", "ucx", "shm"), help="of node:// URLs; node://local starts a node of its own"
     )
     parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="limit of the working set (default 1GiB)")
     parser.add_argument("--json", metavar="FILE", help="write rows and figures as JSON; - is standard output")
@@ -477,12 +531,12 @@ def run(args: argparse.Namespace) -> int:
     """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_io` raises."""
     if args.json == args.html == "-":
         raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
-    _prepare_outputs(args.json, args.html)
+    prepare_outputs(args.json, args.html)
     ops = [part.strip() for part in args.ops.split(",") if part.strip()]
     with progress_bar() as progress:
         report = run_io(
             args.urls,
-            sizes=_sizes(args.sizes) if args.sizes is not None else None,
+            sizes=sizes_of(args.sizes) if args.sizes is not None else None,
             ops=ops,
             batch=args.batch,
             lanes=args.lanes,
@@ -490,6 +544,7 @@ def run(args: argparse.Namespace) -> int:
             quick=args.quick,
             store=args.store,
             compare_clients=args.compare_clients,
+            transport=args.transport,
             memory_bytes=parse_size(args.memory, name="--memory"),
             progress=progress,
             command=_command(args),
@@ -504,7 +559,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _prepare_outputs(*paths: str | None) -> None:
+def prepare_outputs(*paths: str | None) -> None:
     """Before minutes of measuring, not after: the folders of the outputs are there and can be written to."""
     for path in paths:
         if not path or path == "-":
@@ -525,7 +580,7 @@ def _prepare_outputs(*paths: str | None) -> None:
 def _command(args: argparse.Namespace) -> str:
     """The command line again; a URL with a secret in it does not get this far."""
     words = ["kvstore-bench", "io", *args.urls]
-    for name in ("sizes", "batch", "lanes", "repeats", "json", "html"):
+    for name in ("sizes", "batch", "lanes", "repeats", "transport", "json", "html"):
         value = getattr(args, name)
         if value is not None:
             words += [f"--{name}", str(value)]

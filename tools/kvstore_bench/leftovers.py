@@ -27,7 +27,7 @@ from kvstore.errors import KVStoreError
 from .targets import BackendTarget, StoreTarget
 
 if TYPE_CHECKING:
-    from .ceilings_http import HttpPlace
+    from .io import Place
     from .targets import Target
 
 __all__ = ["FOLDER_PREFIXES", "Journal", "sweep"]
@@ -103,7 +103,7 @@ class Journal:
             os.pwrite(self._fd, text.ljust(self._size).encode("ascii"), 0)
 
 
-def sweep(targets: Sequence[tuple[Target, Path | HttpPlace | None]]) -> list[str]:
+def sweep(targets: Sequence[tuple[Target, Place]]) -> list[str]:
     """Remove what runs that are gone have left. Returns sentences about what was removed and what could not be.
 
     Only files of this user count, whatever lies in a temporary folder that others can write to.

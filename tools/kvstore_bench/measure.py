@@ -17,6 +17,7 @@ from kvstore.backend import Outcome, Status
 from kvstore.keys import Key
 
 from .ceilings import Job, Lanes, Pass, split
+from .processes import cpu_of
 from .targets import Target
 from .workload import Workload
 
@@ -24,7 +25,9 @@ __all__ = ["Failures", "GetSide", "Measurement", "PutSide", "Side", "lane_counts
 
 
 class Side(Protocol):
-    """One of the two things compared. `ceilings` has the other implementations.
+    """One of the two things compared. `ceilings` has the other implementations. One that works in other processes too
+    also has `cpu_s()`: CPU seconds so far of all of them. One that is a program with a clock of its own has
+    `timed(lanes, rounds)` instead of `jobs`.
 
     Attributes:
         name: shown in the row.
@@ -72,11 +75,16 @@ def describe(outcome: Outcome, wanted: int) -> str:
 class _OurSide:
     """What reading and writing have in common: the work is split over lanes, outcomes are looked at afterwards."""
 
-    def __init__(self, target: Target, work: Workload, *, timeout: float) -> None:
+    def __init__(self, target: Target, work: Workload, *, timeout: float, pids: Sequence[int] = ()) -> None:
         self.name = target.scheme
+        self.pids = pids  # of other processes whose CPU counts
+        self.cpu_s: Callable[[], float] | None = self._cpu_s if pids else None
         self.failures = Failures()
         self._target, self._work, self._timeout = target, work, timeout
         self._outcomes: list[tuple[range, Sequence[Outcome]]] = []
+
+    def _cpu_s(self) -> float:
+        return time.process_time() + sum(map(cpu_of, self.pids))
 
     def _job(self, part: range, call: Callable[[float], Sequence[Outcome]]) -> Job:
         done, timeout, clock = self._outcomes.append, self._timeout, time.monotonic
@@ -145,8 +153,8 @@ class GetSide(_OurSide):
 
     repeatable = True
 
-    def __init__(self, target: Target, work: Workload, *, timeout: float) -> None:
-        super().__init__(target, work, timeout=timeout)
+    def __init__(self, target: Target, work: Workload, *, timeout: float, pids: Sequence[int] = ()) -> None:
+        super().__init__(target, work, timeout=timeout, pids=pids)
         self._keys: list[Key] = []
 
     @property
@@ -179,8 +187,8 @@ class PutSide(_OurSide):
 
     repeatable = False
 
-    def __init__(self, target: Target, work: Workload, *, timeout: float) -> None:
-        super().__init__(target, work, timeout=timeout)
+    def __init__(self, target: Target, work: Workload, *, timeout: float, pids: Sequence[int] = ()) -> None:
+        super().__init__(target, work, timeout=timeout, pids=pids)
         self._live: list[Key] = []
 
     def verify(self, pool: Lanes, lanes: int) -> bool:
@@ -234,7 +242,8 @@ class Measurement:
         speed, ceiling_speed: medians over the repeats, bytes/s; failures moved nothing.
         ratio: median of the paired ratios.
         calls: wall seconds of every call of ours.
-        cpu_s_per_byte: CPU seconds of the process per byte moved, ours only.
+        cpu_s_per_byte: CPU seconds per byte moved, ours: of this process, and of the side's others.
+        ceiling_cpu_s_per_byte: the same for the ceiling.
         lanes, ceiling_lanes: threads used.
         spread: how much the ceiling itself varied: interquartile range of its speeds over their median.
     """
@@ -245,6 +254,7 @@ class Measurement:
     ratio: float
     calls: list[float]
     cpu_s_per_byte: float
+    ceiling_cpu_s_per_byte: float
     lanes: int
     ceiling_lanes: int
     repeats: int
@@ -266,14 +276,28 @@ def lane_counts(most: int) -> list[int]:
     return counts if most <= 1 else [*counts, most]
 
 
+def _timed(pool: Lanes, side: Side, lanes: int, rounds: int) -> Pass:
+    """Run the jobs of a side, with the CPU of all its processes. A program with a clock of its own times itself."""
+    timed: Callable[[int, int], Pass] | None = getattr(side, "timed", None)
+    if timed is not None:
+        return timed(lanes, rounds)
+    jobs = side.jobs(lanes)
+    clock: Callable[[], float] | None = getattr(side, "cpu_s", None)
+    if clock is None:
+        return pool.run(jobs, rounds)
+    before = clock()
+    one = pool.run(jobs, rounds)
+    return one._replace(cpu_s=clock() - before)
+
+
 def _one(pool: Lanes, side: Side, lanes: int, rounds: int) -> tuple[Pass, int]:
     """One pass of a side over the batch, `rounds` times. Returns the timing and the bytes really moved."""
     if side.repeatable:
-        one = pool.run(side.jobs(lanes), rounds)
+        one = _timed(pool, side, lanes, rounds)
         return one, side.settle(rounds)
     seconds, cpu_s, moved, calls = 0.0, 0.0, 0, []
     for _ in range(rounds):
-        one = pool.run(side.jobs(lanes))
+        one = _timed(pool, side, lanes, 1)
         moved += side.settle(1)
         seconds += one.seconds
         cpu_s += one.cpu_s
@@ -356,6 +380,7 @@ def measure(
         ratio=statistics.median(ratios),
         calls=a.calls,
         cpu_s_per_byte=a.cpu_s / a.moved if a.moved else 0.0,
+        ceiling_cpu_s_per_byte=b.cpu_s / b.moved if b.moved else 0.0,
         lanes=mine,
         ceiling_lanes=theirs,
         repeats=len(ratios),

@@ -16,6 +16,7 @@ from kvstore.registry import parse_url
 
 if TYPE_CHECKING:
     from kvstore.backend import Backend
+    from kvstore.buffers import Slab
     from kvstore.registry import BackendURL
 
 __all__ = ["BackendTarget", "Call", "StoreTarget", "Target", "record_files"]
@@ -32,6 +33,7 @@ class Target(ABC):
         scheme: the label of its rows and figures.
         lanes: useful number of threads that call it at once.
         max_bytes: largest record it takes.
+        pids: other processes whose CPU counts as ours.
         whole: True if one call takes the whole batch, whatever the number of lanes (the store has lanes of its own).
     """
 
@@ -39,6 +41,7 @@ class Target(ABC):
     scheme: str
     lanes: int
     max_bytes: int = 1 << 40
+    pids: tuple[int, ...] = ()
     whole = False
 
     def key(self, name: str) -> Key:
@@ -82,23 +85,28 @@ class BackendTarget(Target):
         self.url, self.scheme = str(url), url.scheme
         self.lanes = max(1, backend.limits.lanes)
         self.max_bytes = backend.limits.max_value_bytes
-        self._backend = backend
+        self.backend = backend
 
     def reader(self, keys: Sequence[Key], destinations: Sequence[memoryview]) -> Call:
         reads = [Read(key, dst) for key, dst in zip(keys, destinations, strict=True)]
-        get_into = self._backend.get_into
+        get_into = self.backend.get_into
         return lambda deadline: get_into(reads, deadline=deadline)
 
     def writer(self, keys: Sequence[Key], sources: Sequence[memoryview]) -> Call:
         writes = [Write(key, (src,)) for key, src in zip(keys, sources, strict=True)]
-        put = self._backend.put
+        put = self.backend.put
         return lambda deadline: put(writes, deadline=deadline)
 
     def delete(self, keys: Sequence[Key], deadline: float) -> Sequence[Outcome]:
-        return self._backend.delete(keys, deadline=deadline)
+        return self.backend.delete(keys, deadline=deadline)
+
+    def register(self, slabs: Sequence[Slab]) -> None:
+        """Make the memory of the measurement known, as a store does with its pool's."""
+        for slab in slabs:
+            self.backend.register(slab)
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
 
 
 class StoreTarget(Target):

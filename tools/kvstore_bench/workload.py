@@ -53,16 +53,30 @@ def stamp(key: bytes, nbytes: int) -> bytes:
 
 
 class Region:
-    """Anonymous memory, in huge pages where the system has them, touched once so that no page fault is ever timed."""
+    """Memory in huge pages where the system has them, touched once so that no page fault is ever timed.
 
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, _PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # the kernel has none
-                pass
-        self.view = memoryview(self._map)
+    Args:
+        shared: as a store's pool has it for transports: it can be registered, and other processes can see it.
+
+    Attributes:
+        slab: for `Backend.register`, if it is shared.
+    """
+
+    def __init__(self, nbytes: int, *, shared: bool = False) -> None:
+        from kvstore.buffers import Slab
+
+        self.slab: Slab | None = None
+        if shared:
+            self.slab = Slab(-(-max(nbytes, _PAGE) // _PAGE) * _PAGE, shared=True)
+            self.view = self.slab.view
+        else:
+            mapping = mmap.mmap(-1, max(nbytes, _PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                try:
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+                except OSError:  # the kernel has none
+                    pass
+            self.view = memoryview(mapping)
         ctypes.memset(_address(self.view), POISON, len(self.view))
 
     def slots(self, count: int, nbytes: int) -> list[memoryview]:

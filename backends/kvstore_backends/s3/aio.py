@@ -16,16 +16,16 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from botocore import xform_name
-from botocore.exceptions import ClientError
 
 from kvstore.errors import ConfigError
 from kvstore.registry import install_hint
 
-from .client import BodyBroken, Client, Found, Got, Source, age_of
+from .answers import Coming, finished
+from .client import BodyBroken, Got
 from .http import LinkError
+from .library import LibraryClient, coming_from
 from .options import Settings
-from .session import client_arguments, make_session, on_delete_objects, strip_expect
-from .stock import found_of, missing, unsatisfiable
+from .session import client_arguments, make_session, named, on_delete_objects, strip_expect
 
 __all__ = ["AioClient"]
 
@@ -44,8 +44,7 @@ class _Target:
         self._view = self._at = 0
         self.done = 0
         self.left = sum(map(len, views))
-        self.etag = ""
-        self.begun = False
+        self.coming: Coming | None = None  # once there are headers
 
     def write(self, data: memoryview) -> None:
         with self._lock:
@@ -66,7 +65,7 @@ class _Target:
             self._revoked = True
 
 
-class AioClient(Client):
+class AioClient(LibraryClient):
     """See the module's docstring.
 
     Raises:
@@ -104,20 +103,19 @@ class AioClient(Client):
     async def _enter(self) -> None:
         settings = self._settings
         arguments = client_arguments(settings, make_session(settings))
-        arguments["config"] = self._config(**arguments["config"])
         secrets = {} if settings.access_key_id is None else {
             "aws_access_key_id": settings.access_key_id,
             "aws_secret_access_key": settings.secret_access_key,
             "aws_session_token": settings.session_token,
         }  # fmt: skip
-        session = self._aioboto3.Session(profile_name=settings.profile, **secrets)
-        context = session.client("s3", **arguments)
-        try:
+        with named(settings):
+            arguments["config"] = self._config(**arguments["config"])
+            session = self._aioboto3.Session(profile_name=settings.profile, **secrets)
+            context = session.client("s3", **arguments)
             boto = await context.__aenter__()
-        except ValueError as error:
-            raise ConfigError(f"s3://{settings.bucket}: {error}") from error
+        self.endpoint = boto.meta.endpoint_url
         boto.meta.events.register_first("before-sign.s3", strip_expect)
-        boto.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings))
+        boto.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings, boto))
         self._boto = boto
         self._contexts.append(context)
         while len(self._contexts) > _KEPT:  # calls may still be under way in the last ones
@@ -147,46 +145,30 @@ class AioClient(Client):
         )
         return call
 
-    def head(self, key: str, *, deadline: float) -> Found | None:
-        try:
-            return found_of(self._run(self._call("HeadObject", {"Key": key}), deadline))
-        except ClientError as error:
-            if missing(error):
-                return None
-            raise
-
-    def get(
-        self, key: str, start: int, views: Sequence[memoryview], *, etag: str | None, deadline: float
-    ) -> Got | None:
+    def _fetch(self, params: Mapping[str, Any], start: int, views: Sequence[memoryview], deadline: float) -> Got:
         target = _Target(views)
         try:
-            got: Got | None = self._run(self._get(key, start, target, etag), deadline)
+            got: Got = self._run(self._receive(params, start, views, target), deadline)
             return got
-        except ClientError as error:
-            if missing(error):
-                return None
-            if unsatisfiable(error):
-                return Got(0, "", 0.0)
+        except BodyBroken:
             raise
         except Exception as error:
             target.revoke()
-            if target.begun:
-                raise BodyBroken(target.done, target.etag, error) from error
+            if target.coming is not None:
+                raise BodyBroken(target.done, target.coming.etag, error) from error
             raise
         finally:
             target.revoke()
 
-    async def _get(self, key: str, start: int, target: _Target, etag: str | None) -> Got:
-        params: dict[str, Any] = {"Key": key, "Range": f"bytes={start}-{start + target.left - 1}"}
-        if etag is not None:
-            params["IfMatch"] = etag
+    async def _receive(
+        self, params: Mapping[str, Any], start: int, views: Sequence[memoryview], target: _Target
+    ) -> Got:
         begin = time.monotonic()
         answer = await self._call("GetObject", params)
         seconds = time.monotonic() - begin
-        target.etag, age = answer.get("ETag", ""), age_of(answer["ResponseMetadata"]["HTTPHeaders"])
-        target.begun = True
-        skip = start if "ContentRange" not in answer else 0  # the server ignores Range
         async with answer["Body"] as body:
+            target.coming = what = coming_from(answer, start, views)
+            skip = what.skip
             while target.left and (chunk := await body.content.readany()):
                 data = memoryview(chunk)
                 if skip:
@@ -194,16 +176,7 @@ class AioClient(Client):
                     skip -= passed
                     data = data[passed:]
                 target.write(data)
-        return Got(target.done, target.etag, age, seconds)
-
-    def put(self, operation: str, params: Mapping[str, Any], source: Source, *, deadline: float) -> dict[str, Any]:
-        mine = Source(source.views, source.nbytes)
-        try:
-            call = self._call(operation, {**params, "Body": mine if mine.nbytes else b""})
-            answer: dict[str, Any] = self._run(call, deadline)
-            return answer
-        finally:
-            mine.revoke()
+        return finished(what, target.done, seconds)
 
     def invoke(self, operation: str, params: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
         answer: dict[str, Any] = self._run(self._call(operation, params), deadline)

@@ -27,11 +27,14 @@ from kvstore.registry import BackendURL
 from .calls import Calls
 from .client import Client
 from .expiry import Expiry
+from .express import zone_of
 from .meta import Meta
 from .names import record_name
 from .options import OPTIONS, Settings, settings_from_url
 from .reads import Reader
+from .session import make_session
 from .writes import MAX_OBJECT_BYTES, Writer
+from .zones import own_zone
 
 __all__ = ["S3Backend", "open_client"]
 
@@ -47,8 +50,10 @@ def open_client(settings: Settings) -> Client:
     if settings.client == "native":
         from .native import NativeClient, uses_proxy
 
-        if not uses_proxy(settings):
-            return NativeClient(settings)
+        native = NativeClient(settings)
+        if not uses_proxy(settings, native.endpoint):
+            return native
+        native.close()
         logger.info(
             "%s: the environment names a proxy for it; client=boto3 is used, which knows proxies", settings.name
         )
@@ -88,6 +93,8 @@ class S3Backend(Backend):
         self._meta = Meta(self._calls, self._expiry)
         self._lock = threading.Lock()
         self._closed = ""
+        self._distance = -1  # not known yet
+        self.identity = ("s3", self.client.endpoint, settings.bucket, settings.prefix)
         self.capabilities = (
             Capability.RANGED_READ | Capability.NATIVE_BATCH | Capability.LIST | Capability.SHARED | Capability.DURABLE
             | Capability.LANDING | (Capability.TTL if settings.ttl is not None else Capability.NONE)
@@ -115,6 +122,16 @@ class S3Backend(Backend):
         """How often something unusual was dealt with: `follow_ups` of broken bodies, `renewals` of records,
         `retried_expired`, `throttled`, `parts_left` to the sweep."""
         return self._calls.counters()
+
+    @property
+    def distance(self) -> int:  # type: ignore[override]  # see `Backend.distance`
+        """0: S3 Express in this machine's zone, or nobody knows in which; 1: in another zone; 2: S3, which has none."""
+        if self._distance < 0:
+            self._distance = 2
+            if self.settings.express:
+                zone = own_zone(self.settings.zone, make_session(self.settings))
+                self._distance = int(zone is not None and zone != zone_of(self.settings.bucket))
+        return self._distance
 
     @property
     def part_size(self) -> int:

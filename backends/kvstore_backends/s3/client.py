@@ -13,10 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-__all__ = ["BodyBroken", "Client", "Found", "Got", "Source", "age_of", "content_total", "gather"]
+__all__ = ["BEHIND", "BodyBroken", "Client", "Found", "Got", "Source", "gather"]
 
 logger = logging.getLogger("kvstore.backends.s3")
 
@@ -45,13 +44,19 @@ class Got(NamedTuple):
     Attributes:
         nbytes: bytes that lie in the views now, from their beginning.
         etag, age: as in `Found`.
+        total: size of the object; negative if the answer did not say.
         seconds: from the request to the first byte of the answer; 0.0 if unknown.
     """
 
     nbytes: int
     etag: str
     age: float
+    total: int
     seconds: float = 0.0
+
+
+BEHIND = Got(0, "", 0.0, -1)
+"""The answer to a range that begins at or behind the end of its object (416): it names no version."""
 
 
 class BodyBroken(Exception):
@@ -75,6 +80,8 @@ class Client(ABC):
 
     name: str
     """The value of the option `client`."""
+    endpoint: str
+    """The URL that requests go to, without the bucket."""
 
     @abstractmethod
     def head(self, key: str, *, deadline: float) -> Found | None:
@@ -86,7 +93,7 @@ class Client(ABC):
     ) -> Got | None:
         """Fill `views` with the object's bytes from `start` on; None if there is no such object.
 
-        Fewer bytes only where the object ends (416 is 0 bytes, with `etag` ""). With `etag` only if it is that version.
+        Fewer bytes only where the object ends; `BEHIND` if that is before `start`. With `etag` only from that version.
 
         Raises:
             BodyBroken: the body was cut after the answer had begun.
@@ -229,19 +236,3 @@ def gather(views: Sequence[memoryview], start: int, end: int) -> list[memoryview
         if at >= end:
             break
     return found
-
-
-def content_total(content_range: str) -> int | None:
-    """The size of the object, from a Content-Range header ("bytes 0-9/100" or "bytes */100")."""
-    total = content_range.rpartition("/")[2].strip()
-    return int(total) if total.isascii() and total.isdigit() else None
-
-
-def age_of(headers: Mapping[str, str]) -> float:
-    """Seconds between the headers Last-Modified and Date, both the server's. 0.0 if one of them is missing."""
-    try:
-        modified = parsedate_to_datetime(headers["last-modified"])
-        now = parsedate_to_datetime(headers["date"])
-        return max(0.0, (now - modified).total_seconds())
-    except (KeyError, ValueError, TypeError):
-        return 0.0

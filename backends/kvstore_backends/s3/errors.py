@@ -4,7 +4,7 @@
 |---|---|
 | deadline, DNS, connect, silence, reset, short body | `TransientError` that names it |
 | 429, 503, SlowDown and its relatives | `Throttled`, a `TransientError`: the wrappers back off and ask less at once |
-| 408, 409, 5xx but 501 | `TransientError` |
+| 408, 409, 5xx but 501; an upload that a sweep aborted | `TransientError` |
 | 403 with a wrong clock | `PermanentError` that names the clock |
 | 403 | `PermanentError` with what to check |
 | expired or unknown token, after one renewal | `PermanentError` |
@@ -62,7 +62,7 @@ _ELSEWHERE = frozenset({
 })  # fmt: skip
 _TRANSIENT = frozenset({
     "InternalError", "RequestTimeout", "RequestTimeoutException", "OperationAborted", "ConditionalRequestConflict",
-    "BadDigest", "IncompleteBody",
+    "BadDigest", "IncompleteBody", "NoSuchUpload",
 })  # fmt: skip
 _QUIET = frozenset({"SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "AccessDenied"})
 
@@ -144,7 +144,7 @@ class Faults:
         status, code = fault.status, fault.code
         shown = code if code and not code.isdigit() else "no error code"
         answer = f"the service answered {status} ({shown})"
-        if code in THROTTLED or status in (429, 503):
+        if code in THROTTLED or code.endswith("ThrottlingException") or status in (429, 503):  # KMS has its own
             return Throttled, f"{answer}: it asks for fewer requests"
         if code in _SKEWED:
             return PermanentError, f"{answer}: this machine's clock is wrong; set it right (NTP)"
@@ -159,6 +159,8 @@ class Faults:
             return PermanentError, f"{answer}: there is no bucket {self._bucket} (at this endpoint, in this region)"
         if code in _DENIED or status in (401, 403):
             return PermanentError, f"{answer}: access denied; {self._what_to_check(code)}"
+        if status == 404 and code in ("", "404"):
+            return PermanentError, f"{answer} to a GET, as no S3 service does: check endpoint_url"
         said = f": {fault.message[:200]}" if fault.message and code not in _QUIET else ""
         if code in _TRANSIENT or status in (408, 409) or (status >= 500 and status != 501):
             return TransientError, answer + said

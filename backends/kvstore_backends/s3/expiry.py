@@ -18,15 +18,18 @@ from typing import Any
 
 from .calls import Calls
 from .client import Found
-from .errors import fault_of
+from .errors import Fault, fault_of
 from .names import quarantine_prefix
 
-__all__ = ["Expiry", "lifecycle_configuration"]
+__all__ = ["MAX_COPY_BYTES", "Expiry", "lifecycle_configuration", "refuses_condition"]
 
 logger = logging.getLogger("kvstore.backends.s3")
 
 _RENEW_AFTER = 2 / 3  # of the ttl
 _DAY_S = 86400.0
+MAX_COPY_BYTES = 5 << 30
+"""The largest object that CopyObject copies; larger records are neither renewed nor kept aside."""
+_UNKNOWN_CONDITION = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"})
 
 
 class Expiry:
@@ -41,7 +44,7 @@ class Expiry:
         if found is None:
             return False
         ttl = self._calls.settings.ttl
-        if ttl is None or found.age < ttl * _RENEW_AFTER:
+        if ttl is None or found.age < ttl * _RENEW_AFTER or (found.age < ttl and found.nbytes > MAX_COPY_BYTES):
             return True
         if found.age < ttl:
             try:
@@ -70,14 +73,27 @@ class Expiry:
         self._calls.count("renewals")
         return True
 
-    def remove(self, name: str, etag: str, deadline: float) -> None:
-        """Delete a record if it is still this version. Some services ignore the condition."""
-        try:
-            self._calls.invoke("DeleteObject", {"Key": name, "IfMatch": etag}, deadline)
-        except Exception as error:
-            fault = fault_of(error)
-            if fault is None or fault.status not in (404, 409, 412):
-                raise
+    def remove(self, name: str, etag: str, deadline: float) -> bool:
+        """Delete an object if it is still this version. False: it is not, or has gone. Some services ignore the
+        condition, and those that refuse it are asked without it."""
+        for condition in ({"IfMatch": etag}, {}):
+            try:
+                self._calls.invoke("DeleteObject", {"Key": name, **condition}, deadline)
+                return True
+            except Exception as error:
+                fault = fault_of(error)
+                if fault is None:
+                    raise
+                if fault.status in (404, 409, 412):
+                    return False
+                if not condition or not refuses_condition(fault):
+                    raise
+        return False
+
+
+def refuses_condition(fault: Fault) -> bool:
+    """Whether a service says that it does not know a condition of the request."""
+    return fault.code in _UNKNOWN_CONDITION or fault.status == 501
 
 
 def lifecycle_configuration(prefix: str, ttl: float | None, *, quarantine_days: int = 7) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvstore.errors import ConfigError
 __all__ = ["SUFFIX", "is_express", "zone_of"]
 
 SUFFIX = "--x-s3"
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]*[a-z0-9]--(?P<zone>[a-z0-9]+-[a-z]{2}[a-z0-9]*)--x-s3", re.ASCII)
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?--(?P<zone>[a-z0-9]+(?:-[a-z0-9]+)?-az[0-9]+)--x-s3", re.ASCII)
 
 
 def is_express(bucket: str) -> bool:
@@ -29,7 +29,7 @@ def is_express(bucket: str) -> bool:
 
 
 def zone_of(bucket: str) -> str:
-    """The id of the availability zone ("usw2-az1"), which is part of the bucket's name.
+    """The id of the availability zone ("usw2-az1") or local zone ("usw2-lax1-az1"), which is part of the name.
 
     Raises:
         ConfigError: the name has none: it needs a zone id (usw2-az1), not a zone name (us-west-2a).

@@ -7,6 +7,7 @@ into the destination.
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import ssl
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Body", "Connection", "Head", "LinkError", "Timing", "request_head"]
+__all__ = ["Body", "Connection", "Head", "LinkError", "Stopped", "Timing", "request_head", "too_late"]
 
 _BUFFER = 16 << 10  # also the longest head of an answer
 _SLICE = 4 << 20  # sent at a time, so that an early answer (412, 503) is seen before all is sent
@@ -23,13 +24,16 @@ _IOV = 512
 _TLS_JOIN = 64 << 10  # small pieces are joined up to this: each write over TLS is at least one record
 _RESET_S = 0.02  # how exact a timeout is kept while bytes flow, seconds
 _LONGEST = 3600.0  # seconds; a socket timeout must be finite
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.ASCII | re.DOTALL)
+_INTERIM = (b"HTTP/1.1 1", b"HTTP/1.0 1")
 
 
 class LinkError(Exception):
     """The connection, not the service, failed. Passes through botocore unchanged.
 
     Attributes:
-        kind: "deadline", "dns", "connect", "silence", "closed", "short" (cut body) or "protocol".
+        kind: "deadline", "dns", "connect", "tls", "silence", "closed", "short" (cut body) or "protocol".
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -66,13 +70,18 @@ class Head(NamedTuple):
 
 def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     """The head of a request, from headers that are ready to be sent. `Expect` is left out: there is nothing to wait
-    for when an early answer is looked for anyway, and silent servers would cost a second."""
+    for when an early answer is looked for anyway, and silent servers would cost a second. Bodies are wanted as they
+    are stored, not compressed by something on the way."""
     lines = [f"{method} {target} HTTP/1.1"]
+    plain = False
     for name, value in headers.items():
         if name.lower() != "expect":
             if "\r" in value or "\n" in value:
                 raise LinkError("protocol", f"header {name} holds a line break")
+            plain = plain or name.lower() == "accept-encoding"
             lines.append(f"{name}: {value}")
+    if not plain:
+        lines.append("Accept-Encoding: identity")
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
@@ -133,8 +142,10 @@ class Connection:
         """Take what has arrived, without waiting. False: nothing of an answer yet (over TLS there are other things).
 
         Raises:
-            LinkError: the connection has ended.
+            LinkError: the connection has ended, or says more than a head.
         """
+        if self._end == len(self._buffer):
+            raise LinkError("protocol", f"the server's headers exceed {_BUFFER} bytes")
         self._bound(0.0)
         try:
             count = self._sock.recv_into(self._view[self._end :])
@@ -149,6 +160,25 @@ class Connection:
 
     # Sending.
 
+    def _answered(self) -> bool:
+        """Whether the server has said something that ends the sending. Not if it was an interim answer (1xx, which some
+        servers send unasked), nor if it was TLS's own: after a handshake session tickets arrive."""
+        if not self._poll.poll(0):
+            return False
+        try:
+            self.pull()
+        except LinkError:
+            return True
+        while self._begin < self._end:
+            if not _may_be_interim(bytes(self._view[self._begin : min(self._begin + 10, self._end)])):
+                return True
+            end = self._buffer.find(b"\r\n\r\n", self._begin, self._end)
+            if end < 0:
+                return self._end == len(self._buffer)
+            self._begin = end + 4
+        self._begin = self._end = 0
+        return False
+
     def send(self, head: bytes, body: Sequence[memoryview], timing: Timing) -> bool:
         """Send a request. False: the server answered or hung up before it had everything; nothing more was sent.
 
@@ -160,7 +190,7 @@ class Connection:
         try:
             return self._send_records(pieces, timing) if self._tls else self._send_pieces(pieces, timing)
         except TimeoutError as error:
-            raise _too_late(timing, "takes no more bytes") from error
+            raise too_late(timing, "takes no more bytes") from error
         except OSError:
             return False  # it may have said why before it hung up
 
@@ -168,10 +198,10 @@ class Connection:
         """The socket blocks, with the kernel's own timeout (SO_SNDTIMEO, socket(7)): one system call sends up to
         `_SLICE` bytes, where a non-blocking one would return, and take the GIL, for each piece of the send buffer."""
         sock, at = self._sock, 0
-        self._bound(None)
         while at < len(pieces):
-            if at and self._poll.poll(0):
+            if at and self._answered():
                 return False
+            self._bound(None)
             size, end = 0, at
             while end < len(pieces) and end - at < _IOV and size < _SLICE:
                 size += len(pieces[end])
@@ -205,7 +235,7 @@ class Connection:
                     part = view[begin : begin + _SLICE]
                     if since >= _SLICE:
                         since = 0
-                        if self._poll.poll(0):
+                        if self._answered():
                             return False
                     while len(part):
                         self._bound(timing.left())
@@ -229,7 +259,7 @@ class Connection:
         try:
             return self._sock.recv_into(into)
         except TimeoutError as error:
-            raise _too_late(timing, "fell silent") from error
+            raise too_late(timing, "fell silent") from error
         except OSError as error:
             raise LinkError("closed", f"the connection broke: {_reason(error)}") from error
 
@@ -249,7 +279,7 @@ class Connection:
             try:
                 count = sock.recv_into(into[done:] if done else into)
             except TimeoutError as error:
-                raise Stopped(done, _too_late(timing, "fell silent")) from error
+                raise Stopped(done, too_late(timing, "fell silent")) from error
             except OSError as error:
                 raise Stopped(done, LinkError("closed", f"the connection broke: {_reason(error)}")) from error
             if not count:
@@ -269,7 +299,7 @@ class Connection:
         try:
             count = self._sock.recv_into(self._view[self._end :])
         except TimeoutError as error:
-            raise _too_late(timing, "does not answer") from error
+            raise too_late(timing, "does not answer") from error
         except OSError as error:
             raise LinkError("closed", f"the connection broke: {_reason(error)}") from error
         if not count:
@@ -331,10 +361,12 @@ class Body:
         self.left: int | None = None
         if method == "HEAD" or head.status in (204, 304):
             self.left = 0
-        elif "chunked" in head.headers.get("transfer-encoding", "").lower():
+        elif (coding := head.headers.get("transfer-encoding", "").lower()) != "":
+            if coding != "chunked":
+                raise LinkError("protocol", f"the server sent a body in another encoding ({coding[:20]})")
             self._chunked = True
         elif (length := head.headers.get("content-length")) is not None:
-            if not (length.isascii() and length.isdigit()):
+            if not _NUMBER.fullmatch(length):
                 raise LinkError("protocol", "the server sent a Content-Length that is not a number")
             self.left = int(length)
         self.ended = self.left == 0
@@ -376,11 +408,10 @@ class Body:
             if not self._first and connection.read_until(b"\r\n", timing):
                 raise LinkError("protocol", "a chunk of the body is longer than it says")
             self._first = False
-            size = connection.read_until(b"\r\n", timing).partition(b";")[0].strip()
-            try:
-                self._chunk = int(size, 16)
-            except ValueError:
-                raise LinkError("protocol", "a chunk of the body has no length") from None
+            size = _CHUNK.fullmatch(connection.read_until(b"\r\n", timing))
+            if size is None:
+                raise LinkError("protocol", "a chunk of the body has no length")
+            self._chunk = int(size[1], 16)
             if not self._chunk:
                 while connection.read_until(b"\r\n", timing):
                     pass  # trailers
@@ -414,13 +445,19 @@ class Body:
         return b"".join(parts)
 
 
+def _may_be_interim(begin: bytes) -> bool:
+    """Whether an answer of which this is the beginning is a 1xx, or may still become one."""
+    return any(begin.startswith(interim) or interim.startswith(begin) for interim in _INTERIM)
+
+
 def _timeval(seconds: float) -> bytes:
     """A struct timeval; 0 would be no timeout at all."""
     microseconds = max(1, int(seconds * 1e6))
     return struct.pack("@ll", microseconds // 1_000_000, microseconds % 1_000_000)
 
 
-def _too_late(timing: Timing, what: str) -> LinkError:
+def too_late(timing: Timing, what: str) -> LinkError:
+    """The error of a wait that ended: by the deadline, or because the server was silent for too long."""
     if time.monotonic() >= timing.until:
         return LinkError("deadline", f"the deadline passed: the server {what}")
     return LinkError("silence", f"the server {what}: no byte within {timing.silence:.3g} s")

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvstore.backend import MISS, OK, KeyInfo, Outcome, Status
-from kvstore.errors import TransientError
+from kvstore.errors import PermanentError, TransientError
 from kvstore.keys import Key
 
+from .answers import answered_at
 from .calls import Calls
 from .errors import fault_of
-from .expiry import Expiry
+from .expiry import MAX_COPY_BYTES, Expiry
 from .http import LinkError
 from .names import key_of, quarantine_name, record_name
 
@@ -105,7 +106,7 @@ class Meta:
         for said in answer.get("Errors", ()):
             key = names.get(said.get("Key", ""))
             if key is not None and said.get("Code") != "NoSuchKey":
-                outcomes[key] = Outcome.failed(calls.faults.refused(said, "delete", key))
+                outcomes[key] = Outcome.failed(calls.refused(said, "delete", key))
         return outcomes
 
     # quarantine
@@ -132,16 +133,16 @@ class Meta:
         aside = quarantine_name(self._prefix, key, time.time_ns() // 1_000_000)
         source = {"Bucket": calls.settings.bucket, "Key": name}
         try:
-            if calls.settings.quarantine:
+            if calls.settings.quarantine and found.nbytes <= MAX_COPY_BYTES:
                 copy = {"Key": aside, "CopySource": source, "CopySourceIfMatch": found.etag}
                 calls.invoke("CopyObject", copy, deadline)
-            calls.invoke("DeleteObject", {"Key": name, "IfMatch": found.etag}, deadline)
+            removed = self._expiry.remove(name, found.etag, deadline)
         except Exception as error:
             fault = fault_of(error)
             if fault is not None and (fault.status in (404, 412) or fault.code in _GONE):
                 return MISS  # somebody replaced or removed it
             raise
-        return OK
+        return OK if removed else MISS
 
     # list
 
@@ -179,15 +180,8 @@ def list_pages(calls: Calls, prefix: str, check: Callable[[], None], deadline: f
         token = answer.get("NextContinuationToken")
         if not answer.get("IsTruncated") or not token:
             return
+        if token == params.get("ContinuationToken"):
+            raise PermanentError(
+                "the listing does not get on: the same page again", backend=calls.name, operation="list"
+            )
         params = {**params, "ContinuationToken": token}
-
-
-def answered_at(answer: dict[str, Any]) -> float:
-    """The time of an answer by the service's clock, seconds since the epoch; ours if it does not say."""
-    from email.utils import parsedate_to_datetime
-
-    text = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
-    try:
-        return parsedate_to_datetime(text).timestamp()
-    except (ValueError, TypeError):
-        return time.time()

@@ -27,15 +27,16 @@ from urllib.request import getproxies, proxy_bypass
 from botocore import xform_name
 from botocore.awsrequest import AWSRequest, AWSResponse
 from botocore.exceptions import ClientError
-from botocore.httpsession import get_cert_path
 from botocore.parsers import ResponseParserFactory
 
-from .client import BodyBroken, Client, Found, Got, Source, age_of, content_total
-from .credentials import CredentialGate
+from .answers import behind, coming, finished, found_of, missing, unsatisfiable
+from .client import BodyBroken, Client, Found, Got, Source
+from .credentials import Gate, Identities, Session, gated
 from .errors import EXPIRED
-from .http import Body, Connection, Head, LinkError, Stopped, Timing, request_head
+from .express import zone_of
+from .http import Body, Connection, Head, Stopped, Timing, request_head
 from .options import Settings
-from .session import make_client, make_session
+from .session import is_aws, make_client, make_session, named, tls_context
 from .transport import Hedging, Origin, Pool, Request, Resolver, Transport
 
 __all__ = ["NativeClient", "uses_proxy"]
@@ -43,8 +44,11 @@ __all__ = ["NativeClient", "uses_proxy"]
 _MOST_ANSWER = 64 << 20  # bytes of an answer that is kept in memory (a page of a listing is below 1 MiB)
 _SCRATCH = 256 << 10  # for bytes that nobody wants
 _DRAIN = 1 << 20  # rather than read more than this, a connection is closed
-_READ = frozenset({200, 206, 404, 412, 416})
-_PLAIN = {"HeadObject": _READ, "GetObject": _READ, "PutObject": frozenset({200})}  # ordinary answers
+_PLAIN = {  # ordinary answers
+    "HeadObject": frozenset({200, 404}), "GetObject": frozenset({200, 206, 404, 412, 416}),
+    "PutObject": frozenset(range(200, 300)),
+}  # fmt: skip
+_SESSION_EARLY_S = 60.0  # before the end of its five minutes a session of S3 Express is renewed
 _TRACED = {
     "Key": "", "IfNoneMatch": "If-None-Match", "ChecksumCRC32": "x-amz-checksum-crc32",
     "ChecksumCRC32C": "x-amz-checksum-crc32c", "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
@@ -121,6 +125,7 @@ class NativeClient(Client):
         self._bucket = settings.bucket
         self._call = _Call()
         self._tls: ssl.SSLContext | None = None
+        self._aws: Any = None  # botocore's session
         pool = Pool(
             resolver or Resolver(), connect_timeout=settings.connect_timeout, tls=self._tls_context,
             most_idle=settings.lanes + settings.meta_lanes,
@@ -128,25 +133,38 @@ class NativeClient(Client):
         self.transport = Transport(pool, Hedging() if settings.hedge_reads else None)
         self._scratch = threading.local()
         self._parser = ResponseParserFactory().create_parser("rest-xml")
-        self._session_lock = threading.Lock()
-        self.redirected = False
         self.reopen()
+        if settings.ca_bundle is not None or urlsplit(self.endpoint).scheme == "https":
+            self._tls_context()
 
     def reopen(self) -> None:
         session = make_session(self._settings)
-        self._boto = make_client(self._settings, session)
-        self._ca = session.get_config_variable("ca_bundle")
-        self._gate = CredentialGate(session.get_credentials())
-        self._traces: dict[str, _Trace] = {}
-        self._unopened = self._settings.express
-        events = self._boto.meta.events
+        if self._settings.access_key_id is None:
+            with named(self._settings):
+                gated(session, self._until)
+        boto = make_client(self._settings, session)
+        self.endpoint = boto.meta.endpoint_url
+        self._identities = Identities(
+            Gate(Session(lambda: self._create_session(boto)), self._until, early=_SESSION_EARLY_S)
+        )
+        events = boto.meta.events
         events.register_first("before-send.s3", self._before_send)
         events.register_first("request-created.s3", self._request_created)
+        events.register_last("before-sign.s3", self._before_sign)
+        self._aws, self._boto, self._traces = session, boto, dict[str, _Trace]()
+
+    def _until(self) -> float:
+        return self._call.until
+
+    def _create_session(self, boto: Any) -> dict[str, Any]:
+        """In a thread of the gate's."""
+        self._call.until = time.monotonic() + self._settings.connect_timeout + self._settings.read_timeout
+        answer: dict[str, Any] = boto.create_session(Bucket=self._bucket)
+        return answer
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:
-            cafile = self._settings.ca_bundle or self._ca or get_cert_path(True)
-            self._tls = ssl.create_default_context(cafile=cafile)
+            self._tls = tls_context(self._settings, self._aws)
         return self._tls
 
     # Handlers of botocore's events.
@@ -162,18 +180,18 @@ class NativeClient(Client):
             trace.headers = {n: _text(v) for n, v in request.headers.items() if n.lower() not in _DROPPED}
             trace.context = {name: value for name, value in request.context.items() if name != "retries"}
 
+    def _before_sign(self, request: Any, **_: Any) -> None:
+        signing = request.context.get("signing", {})
+        if signing.get("identity_cache") is not None:  # a request to S3 Express that is signed with a session
+            signing["identity_cache"] = self._identities
+
     def _before_send(self, request: Any, event_name: str, **_: Any) -> AWSResponse:
         operation = event_name.rpartition(".")[2]
         headers = {name: _text(value) for name, value in request.headers.items()}
         prepared = _prepare(request.method, request.url, headers, request.body)
         call = self._call
         sink = call.sink if operation == call.operation else None
-        until = call.until
-        if operation != call.operation:  # CreateSession: other lanes may wait for this one
-            until = min(until, time.monotonic() + self._settings.read_timeout)
-        status, found, body = self._send(prepared, operation, until, sink)
-        if status in (301, 307, 308) or (status == 400 and "x-amz-bucket-region" in found):
-            self.redirected = True
+        status, found, body = self._send(prepared, operation, call.until, sink)
         return AWSResponse(request.url, status, found, _Raw(body))
 
     def _timing(self, until: float) -> Timing:
@@ -191,7 +209,7 @@ class NativeClient(Client):
         try:
             body = Body(connection, request.method, head, timing)
             headers = dict(head.headers)
-            if sink is not None and head.status in (200, 206):
+            if sink is not None and http.HTTPStatus.OK <= head.status < http.HTTPStatus.MULTIPLE_CHOICES:
                 seconds = time.monotonic() - start
                 ended = self._into_sink(sink, head, body, connection, seconds)
                 headers = {n: v for n, v in headers.items() if not n.startswith("x-amz-checksum-")}
@@ -206,24 +224,18 @@ class NativeClient(Client):
 
     def _into_sink(self, sink: _Sink, head: Head, body: Body, connection: Connection, seconds: float) -> bool:
         """Write the body to where it belongs. Returns whether it was read to its end."""
-        etag = head.headers.get("etag", "")
-        if head.status == 200 and sink.start:  # the server ignores Range: skip what comes before
-            skipped = self._skip(body, sink.start)
-            if skipped < sink.start:
-                sink.got = Got(0, etag, age_of(head.headers), seconds)
-                return True
-        elif head.status == 206 and not _begins_at(head.headers.get("content-range", ""), sink.start):
-            raise LinkError("protocol", "the server answered with another range than was asked for")
+        what = coming(head.status, head.headers, sink.start, sum(map(len, sink.views)))
         done = 0
         try:
-            for view in sink.views:
-                count = body.readinto(view)
-                done += count
-                if count < len(view):
-                    break
+            if self._skip(body, what.skip) == what.skip:
+                for view in sink.views:
+                    count = body.readinto(view)
+                    done += count
+                    if count < len(view):
+                        break
         except Stopped as stopped:
-            raise BodyBroken(done + stopped.done, etag, stopped.error) from stopped.error
-        sink.got = Got(done, etag, age_of(head.headers), seconds)
+            raise BodyBroken(done + stopped.done, what.etag, stopped.error) from stopped.error
+        sink.got = finished(what, done, seconds)
         if not body.ended and body.left is not None and body.left <= _DRAIN:
             with contextlib.suppress(Stopped):
                 self._skip(body, body.left)
@@ -235,35 +247,19 @@ class NativeClient(Client):
             scratch = self._scratch.view = memoryview(bytearray(_SCRATCH))
         skipped = 0
         while skipped < count and not body.ended:
-            skipped += body.readinto(scratch[: count - skipped])
+            try:
+                skipped += body.readinto(scratch[: count - skipped])
+            except Stopped as stopped:
+                raise Stopped(0, stopped.error) from stopped.error  # none of these bytes is wanted
         return skipped
 
     # Calls.
-
-    def _ready(self, deadline: float) -> None:
-        """Return when there is something to sign with. Raises what fetching it raises."""
-        self._gate.ready(deadline)
-        if not self._unopened:
-            return
-        # botocore opens a session for each lane that comes before the first one is there: let one lane go first.
-        if not self._session_lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
-            raise LinkError("deadline", "the deadline passed while a session was being opened")
-        call = self._call
-        call.until = deadline
-        try:
-            if self._unopened:  # signing opens it, and sends nothing else
-                self._boto.generate_presigned_url("get_object", Params={"Bucket": self._bucket, "Key": "session"})
-                self._unopened = False
-        finally:
-            call.until = 0.0
-            self._session_lock.release()
 
     def _full(
         self, operation: str, params: Mapping[str, Any], deadline: float, *, sink: _Sink | None = None,
         trace: _Trace | None = None, kind: str = "",
     ) -> dict[str, Any]:  # fmt: skip
         """A call through all of botocore."""
-        self._ready(deadline)
         call = self._call
         call.operation, call.until, call.sink, call.trace = operation, deadline, sink, trace
         try:
@@ -287,18 +283,19 @@ class NativeClient(Client):
         trace = self._traces.get(kind or operation)
         if trace is None:
             return None
-        self._ready(deadline)
         url = trace.base + quote(key, safe="/~")
         request = AWSRequest(method=trace.method, url=url, headers={**trace.headers, **extra}, data=source)
         request.context = dict(trace.context)
         call = self._call
-        call.operation, call.until = "", deadline  # a CreateSession that signing may need
+        call.operation, call.until = "", deadline  # signing may wait for credentials
         try:
             self._boto.meta.events.emit(f"request-created.s3.{operation}", request=request, operation_name=operation)
         finally:
             call.until = 0.0
         headers = {name: _text(value) for name, value in request.headers.items()}
         status, found, body = self._send(_prepare(trace.method, url, headers, source), operation, deadline, sink)
+        if operation == "PutObject" and status < 300 and b"<Error>" in body:
+            status = 500  # as botocore has it: S3 may find out that it failed after it has answered
         if status in _PLAIN[operation] and not (
             status == 404 and operation == "GetObject" and b"NoSuchKey" not in body
         ):
@@ -311,20 +308,16 @@ class NativeClient(Client):
 
     def head(self, key: str, *, deadline: float) -> Found | None:
         answered = self._fast("HeadObject", key, {}, deadline)
-        if answered is None:
-            try:
-                answer = self._full("HeadObject", {"Key": key}, deadline, trace=_Trace(key))
-            except ClientError as error:
-                if _status(error) == http.HTTPStatus.NOT_FOUND:
-                    return None
-                raise
-            headers: Mapping[str, str] = answer["ResponseMetadata"]["HTTPHeaders"]
-        else:
+        if answered is not None:
             status, headers = answered
-            if status == http.HTTPStatus.NOT_FOUND:
+            return None if status == http.HTTPStatus.NOT_FOUND else found_of(status, headers)
+        try:
+            meta = self._full("HeadObject", {"Key": key}, deadline, trace=_Trace(key))["ResponseMetadata"]
+        except ClientError as error:
+            if missing(error):
                 return None
-        metadata = {n[11:]: v for n, v in headers.items() if n.startswith("x-amz-meta-")}
-        return Found(int(headers.get("content-length", 0)), headers.get("etag", ""), age_of(headers), metadata)
+            raise
+        return found_of(meta["HTTPStatusCode"], meta["HTTPHeaders"])
 
     def get(
         self, key: str, start: int, views: Sequence[memoryview], *, etag: str | None, deadline: float
@@ -337,20 +330,17 @@ class NativeClient(Client):
             status, headers = answered
             if status in (404, 412):
                 return None
-            if status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return Got(0, "", age_of(headers))
-            return sink.got
+            return behind(headers, start) if status == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE else sink.got
         params: dict[str, Any] = {"Key": key, "Range": span}
         if etag is not None:
             params["IfMatch"] = etag
         try:
             self._full("GetObject", params, deadline, sink=sink, trace=_Trace(key))
         except ClientError as error:
-            code = error.response.get("Error", {}).get("Code", "")
-            if code in ("NoSuchKey", "PreconditionFailed") or _status(error) == http.HTTPStatus.PRECONDITION_FAILED:
+            if missing(error):
                 return None
-            if _status(error) == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return Got(0, "", 0.0)
+            if unsatisfiable(error):
+                return behind(error.response["ResponseMetadata"].get("HTTPHeaders", {}), start)
             raise
         return sink.got
 
@@ -413,20 +403,12 @@ def _text(value: Any) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _begins_at(content_range: str, start: int) -> bool:
-    """Whether a Content-Range begins where it should. A missing one is taken as right."""
-    if not content_range:
-        return True
-    first = content_range.removeprefix("bytes").strip().partition("-")[0]
-    return first == str(start) or content_total(content_range) is None
-
-
-def uses_proxy(settings: Settings) -> bool:
+def uses_proxy(settings: Settings, endpoint: str) -> bool:
     """Whether the environment sends requests to the endpoint through a proxy, which botocore's own HTTP layer knows
     how to do and ours does not."""
-    parts = urlsplit(settings.endpoint_url or f"https://{settings.bucket}.s3.amazonaws.com")
-    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
+    scheme, host = urlsplit(endpoint)[:2]
+    if is_aws(endpoint):
+        if settings.express:
+            host = host.replace("s3.", f"s3express-{zone_of(settings.bucket)}.", 1)
+        host = f"{settings.bucket}.{host}"
+    return scheme in getproxies() and not proxy_bypass(host)

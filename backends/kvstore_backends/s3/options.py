@@ -13,6 +13,7 @@ from kvstore.options import Option
 from kvstore.registry import BackendURL
 
 from .express import is_express, zone_of
+from .zones import AUTO, check_zone
 
 __all__ = ["OPTIONS", "Settings", "settings_from_url"]
 
@@ -26,6 +27,9 @@ OPTIONS: tuple[Option, ...] = (
            "fitting.", choices=("auto", "path", "virtual")),
     Option("client", "choice", "native", "Which client moves the bytes: native (botocore with connections of ours), "
            "or boto3 and aioboto3 as they are.", choices=("native", "boto3", "aioboto3")),
+    Option("zone", "str", AUTO, "Id of the availability zone that this machine is in (usw2-az1): of several S3 Express "
+           "buckets that hold a record, the one of this zone is read first. auto: AWS_AVAILABILITY_ZONE_ID, else the "
+           "instance's metadata, unless AWS_EC2_METADATA_DISABLED is true; asked for only if replicas is 2 or more."),
     Option("profile", "str", None, "Profile of the AWS configuration files; unset: AWS_PROFILE or the default one."),
     Option("access_key_id", "str", None, "Access key; unset: the standard chain (environment, profile, web identity, "
            "container, instance).", secret=True),
@@ -85,6 +89,7 @@ class Settings:
     endpoint_url: str | None = None
     addressing: str = "auto"
     client: str = "native"
+    zone: str = AUTO
     profile: str | None = None
     access_key_id: str | None = field(default=None, repr=False)
     secret_access_key: str | None = field(default=None, repr=False)
@@ -123,10 +128,9 @@ class Settings:
             raise ConfigError(f"{where}: access_key_id and secret_access_key come together, or not at all")
         if self.session_token is not None and self.access_key_id is None:
             raise ConfigError(f"{where}: a session_token needs access_key_id and secret_access_key")
-        if self.endpoint_url is not None:
-            parts = urlsplit(self.endpoint_url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-                raise ConfigError(f"{where}: endpoint_url must be http://host:port or https://host:port")
+        check_zone(self.zone)
+        if self.endpoint_url is not None and not _is_endpoint(self.endpoint_url):
+            raise ConfigError(f"{where}: endpoint_url must be http://host:port or https://host:port")
         if self.express:
             zone_of(self.bucket)
             if self.addressing == "path" and self.endpoint_url is None:
@@ -140,6 +144,17 @@ class Settings:
     def name(self) -> str:
         """For errors and metrics."""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def _is_endpoint(text: str) -> bool:
+    """Whether this is where a service may be. A path is allowed, what else a URL may hold is not."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port  # raises if it is out of range
+    except ValueError:
+        return False
+    good = parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc and port != 0
+    return good and not parts.query and not parts.fragment
 
 
 def settings_from_url(url: BackendURL, options: Mapping[str, Any]) -> Settings:

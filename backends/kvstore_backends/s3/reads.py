@@ -11,8 +11,9 @@ from kvstore.backend import MISS, Outcome, Read, Status
 from kvstore.errors import KVStoreError, PermanentError
 from kvstore.keys import Key
 
+from .answers import UNKNOWN
 from .calls import Calls
-from .client import BodyBroken, Got, gather
+from .client import BEHIND, BodyBroken, Got, gather
 from .http import LinkError
 from .names import record_name
 from .plan import Part, Piece, Splitter, parts_of, spans_of
@@ -29,7 +30,7 @@ class _Record:
     `failure` and `gone` are set by whichever part meets them; writes of single attributes need no lock.
     """
 
-    __slots__ = ("end", "etag", "failure", "gone", "key", "name", "parts", "pieces", "single")
+    __slots__ = ("behind", "end", "etag", "failure", "gone", "key", "name", "parts", "pieces", "single")
 
     def __init__(self, key: Key, name: str) -> None:
         self.key = key
@@ -38,20 +39,32 @@ class _Record:
         self.parts: list[Part] = []
         self.single = False  # one request brings all of it
         self.etag: str | None = None
-        self.end: int | None = None  # where the record ends, if a range went past it
+        self.end: int | None = None  # where the record ends, as far as is known
+        self.behind: int | None = None  # a range from here on was behind its end, in whichever version
         self.failure: KVStoreError | None = None
         self.gone = False  # there is none, it is another version by now, or it has expired
 
     def take(self, part: Part, got: Got, nbytes: int) -> None:
         """A part has come: `nbytes` of it are in place."""
-        if got.etag:
-            if self.etag is None:
-                self.etag = got.etag
-            elif self.etag != got.etag:
+        if got is BEHIND:
+            self.behind = part.start if self.behind is None else min(self.behind, part.start)
+            return
+        if self.etag is None:
+            self.etag = got.etag
+        elif self.etag != got.etag:
+            self.gone = True
+        if got.total >= 0:
+            self.end = got.total
+        elif nbytes < part.nbytes:
+            self.end = part.start + nbytes
+
+    def settle(self) -> None:
+        """All parts have come. The version that the bytes are from must end where another range found nothing."""
+        if self.behind is not None:
+            if self.end is None:
+                self.end = self.behind
+            elif self.end > self.behind:
                 self.gone = True
-        if nbytes < part.nbytes:
-            end = part.start + nbytes
-            self.end = end if self.end is None else min(self.end, end)
 
     def bytes_of(self, piece: Piece) -> int:
         size = len(piece.dst)
@@ -141,7 +154,7 @@ class Reader:
             if record.failure is None:
                 record.failure = failure
             return
-        if record.single and not record.gone:
+        if record.single and not record.gone and record.failure is None:
             _land(record, reads)
 
     def _fetch_part(self, record: _Record, part: Part, deadline: float) -> None:
@@ -153,23 +166,27 @@ class Reader:
                 got = self._calls.get(record.name, part.start + done, views, etag, deadline)
                 break
             except BodyBroken as broken:
+                if etag is not None and broken.etag != etag:
+                    record.gone = True  # the service ignores If-Match
+                    return
                 done += broken.nbytes
                 follow_ups += 1
                 if follow_ups > _FOLLOW_UPS or time.monotonic() >= deadline:
                     raise
-                etag = broken.etag or etag
+                etag = broken.etag
                 self._calls.count("follow_ups")
                 if done >= part.nbytes:  # everything had come before it broke
-                    got = Got(0, etag or "", 0.0)
+                    got = Got(0, etag, 0.0, UNKNOWN)
                     break
                 views = gather(part.views, done, part.nbytes)
-        if got is None or self._calls.expired(got.age):
+        if got is None or self._calls.expired(got.age) or (follow_ups and got.etag != etag):
             record.gone = True
             return
         record.take(part, got, done + got.nbytes)
         self.splitter.note(got.nbytes, got.seconds, time.monotonic() - begin - got.seconds)
 
     def _conclude(self, record: _Record, reads: Sequence[Read], outcomes: list[Outcome]) -> None:
+        record.settle()
         if record.failure is not None:
             failed = Outcome.failed(record.failure)
             for piece in record.pieces:

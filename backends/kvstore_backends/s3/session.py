@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
+import re
+import ssl
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
 import botocore.session
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError, CredentialRetrievalError
+from botocore.httpsession import get_cert_path
 from botocore.loaders import create_loader
 
 from kvstore.errors import ConfigError
 
 from .options import Settings
 
-__all__ = ["client_arguments", "make_client", "make_session", "on_delete_objects", "strip_expect"]
+__all__ = [
+    "client_arguments",
+    "is_aws",
+    "make_client",
+    "make_session",
+    "named",
+    "on_delete_objects",
+    "strip_expect",
+    "tls_context",
+]
+
+_AWS = re.compile(r"(.*\.)?amazonaws\.com(\.cn)?", re.ASCII)
 
 
 @functools.cache
@@ -25,10 +43,30 @@ def _loader(data_path: str | None) -> Any:
     return create_loader(data_path)
 
 
+@contextlib.contextmanager
+def named(settings: Settings) -> Iterator[None]:
+    """What a library refuses while a client is being made, as `ConfigError`: a profile that is not there, a file that
+    cannot be parsed, half a pair of keys, a source of credentials that fails."""
+    try:
+        yield
+    except CredentialRetrievalError as error:  # its text may hold what a credential_process said
+        source = error.kwargs.get("provider", "their source")
+        raise ConfigError(f"s3://{settings.bucket}: the credentials could not be fetched from {source}") from error
+    except (BotoCoreError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"s3://{settings.bucket}: {error}") from error
+
+
 def make_session(settings: Settings) -> Any:
-    """A botocore session with the options' profile and credentials; without them the standard chain is asked."""
-    session = botocore.session.Session(profile=settings.profile)
-    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    """A botocore session with the options' profile and credentials; without them the standard chain is asked.
+
+    Raises:
+        ConfigError: there is no such profile, or the AWS configuration cannot be read.
+    """
+    with named(settings):
+        session = botocore.session.Session(profile=settings.profile)
+        session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     if settings.access_key_id is not None:
         session.set_credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
     return session
@@ -50,6 +88,28 @@ def region_of(settings: Settings, session: Any) -> str:
     )
 
 
+def tls_context(settings: Settings, session: Any) -> ssl.SSLContext:
+    """What is trusted: the option's certificates, those that AWS_CA_BUNDLE or the profile names, or botocore's.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no certificate.
+    """
+    cafile = settings.ca_bundle or session.get_config_variable("ca_bundle") or get_cert_path(True)
+    try:
+        return ssl.create_default_context(cafile=cafile)
+    except OSError as error:  # ssl.SSLError too
+        what = error.strerror or type(error).__name__
+        raise ConfigError(
+            f"s3://{settings.bucket}: the certificates in {cafile} cannot be used: {what}; "
+            "see option ca_bundle and AWS_CA_BUNDLE"
+        ) from error
+
+
+def is_aws(endpoint: str) -> bool:
+    """Whether an endpoint is Amazon's own, a VPC endpoint included."""
+    return _AWS.fullmatch(urlsplit(endpoint).hostname or "") is not None
+
+
 def client_arguments(settings: Settings, session: Any) -> dict[str, Any]:
     """Arguments for `Session.client("s3", …)`, the same for all client libraries.
 
@@ -65,6 +125,8 @@ def client_arguments(settings: Settings, session: Any) -> dict[str, Any]:
         "max_pool_connections": settings.lanes + settings.meta_lanes,
         "user_agent_extra": "kvstore",
     }
+    if settings.ca_bundle is not None:
+        tls_context(settings, session)  # refused now, not at the first request
     arguments: dict[str, Any] = {"region_name": region_of(settings, session), "config": config}
     if settings.endpoint_url is not None:
         arguments["endpoint_url"] = settings.endpoint_url
@@ -76,12 +138,10 @@ def client_arguments(settings: Settings, session: Any) -> dict[str, Any]:
 def make_client(settings: Settings, session: Any) -> Any:
     """A boto3 client. Raises `ConfigError` for what botocore refuses."""
     arguments = client_arguments(settings, session)
-    arguments["config"] = Config(**arguments["config"])
-    try:
+    with named(settings):
+        arguments["config"] = Config(**arguments["config"])
         client = boto3.Session(botocore_session=session).client("s3", **arguments)
-    except ValueError as error:
-        raise ConfigError(f"s3://{settings.bucket}: {error}") from error
-    client.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings))
+    client.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings, client))
     return client
 
 
@@ -91,13 +151,14 @@ def strip_expect(request: Any, **_: Any) -> None:
         del request.headers["Expect"]
 
 
-def on_delete_objects(settings: Settings) -> Any:
+def on_delete_objects(settings: Settings, client: Any) -> Any:
     """Adds Content-MD5, which servers of before 2025 insist on. S3 itself takes the CRC32 that botocore sends; S3
     Express refuses an MD5."""
+    wanted = not settings.express and not is_aws(client.meta.endpoint_url)
 
     def handler(params: dict[str, Any], **_: Any) -> None:
         body = params.get("body")
-        if settings.endpoint_url is not None and not settings.express and isinstance(body, bytes):
+        if wanted and isinstance(body, bytes):
             digest = hashlib.md5(body, usedforsecurity=False).digest()
             params["headers"].setdefault("Content-MD5", base64.b64encode(digest).decode("ascii"))
 

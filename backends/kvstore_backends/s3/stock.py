@@ -13,37 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from botocore import xform_name
-from botocore.exceptions import ClientError
 
-from .client import BodyBroken, Client, Found, Got, Source, age_of
+from .answers import UNKNOWN, finished
+from .client import BodyBroken, Got
 from .http import LinkError
 from .lanes import Lanes
+from .library import LibraryClient, coming_from
 from .options import Settings
 from .session import make_client, make_session, strip_expect
 
-__all__ = ["StockClient", "found_of", "missing", "unsatisfiable"]
+__all__ = ["StockClient"]
 
 _SCRATCH = 256 << 10
 _RESET_S = 0.02  # how exact a timeout is kept while bytes flow, seconds
 _KEPT = 3  # clients that are kept open after renewals
-
-
-def missing(error: ClientError) -> bool:
-    """Whether an error of GET or HEAD means that there is no such object, or not in this version."""
-    code = error.response.get("Error", {}).get("Code", "")
-    return code in ("NoSuchKey", "404", "PreconditionFailed", "412")
-
-
-def unsatisfiable(error: ClientError) -> bool:
-    """416: the object ends before the range begins."""
-    return bool(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 416)
-
-
-def found_of(answer: Mapping[str, Any]) -> Found:
-    """From the answer of HeadObject."""
-    headers = answer["ResponseMetadata"]["HTTPHeaders"]
-    metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
-    return Found(int(answer["ContentLength"]), answer.get("ETag", ""), age_of(headers), metadata)
 
 
 class _Late:
@@ -99,7 +82,7 @@ def _has_socket(body: Any) -> bool:
 
 
 class _Rest:
-    """What is left of a body."""
+    """What is left of a body: `left` bytes, or UNKNOWN."""
 
     def __init__(self, body: Any, left: int, deadline: float, silence: float) -> None:
         self._body = body
@@ -110,17 +93,21 @@ class _Rest:
         self._reachable = True
 
     def some(self, into: memoryview) -> int:
-        """At least one byte into `into`."""
+        """At least one byte into `into`; 0 only at the end of a body of unknown length."""
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             raise LinkError("deadline", "the deadline passed in the middle of the body")
         wanted = min(remaining, self._silence)
         if self._timeout < 0 or abs(wanted - self._timeout) > _RESET_S:
             self._wait_at_most(wanted)
-        count = int(self._body.readinto(into[: min(_SCRATCH, self.left)]))
-        if not count:
+        count = int(self._body.readinto(into[: _SCRATCH if self.left == UNKNOWN else min(_SCRATCH, self.left)]))
+        if self.left == UNKNOWN:
+            if not count:
+                self.left = 0  # the end of a body in chunks
+        elif not count:
             raise LinkError("short", f"the server closed the connection {self.left} bytes before the end of the body")
-        self.left -= count
+        else:
+            self.left -= count
         return count
 
     def _wait_at_most(self, seconds: float) -> None:
@@ -132,7 +119,7 @@ class _Rest:
                 self._reachable = False
 
 
-class StockClient(Client):
+class StockClient(LibraryClient):
     """See the module's docstring."""
 
     name = "boto3"
@@ -150,6 +137,7 @@ class StockClient(Client):
     def reopen(self) -> None:
         boto = make_client(self._settings, make_session(self._settings))
         boto.meta.events.register_first("before-sign.s3", strip_expect)
+        self.endpoint = boto.meta.endpoint_url
         self._opened.append(boto)
         self._boto = boto
         while len(self._opened) > _KEPT:  # calls may still be under way in the last ones
@@ -172,46 +160,27 @@ class StockClient(Client):
             if boto not in self._opened:  # closed meanwhile, and this call may have connected once more
                 boto.close()
 
-    def head(self, key: str, *, deadline: float) -> Found | None:
-        try:
-            return found_of(self._run("HeadObject", {"Key": key}, deadline))
-        except ClientError as error:
-            if missing(error):
-                return None
-            raise
-
-    def get(
-        self, key: str, start: int, views: Sequence[memoryview], *, etag: str | None, deadline: float
-    ) -> Got | None:
-        params: dict[str, Any] = {"Key": key, "Range": f"bytes={start}-{start + sum(map(len, views)) - 1}"}
-        if etag is not None:
-            params["IfMatch"] = etag
+    def _fetch(self, params: Mapping[str, Any], start: int, views: Sequence[memoryview], deadline: float) -> Got:
         begin = time.monotonic()
-        try:
-            answer = self._run("GetObject", params, deadline)
-        except ClientError as error:
-            if missing(error):
-                return None
-            if unsatisfiable(error):
-                return Got(0, "", 0.0)
-            raise
+        answer = self._run("GetObject", params, deadline)
         seconds = time.monotonic() - begin
-        found, age = answer.get("ETag", ""), age_of(answer["ResponseMetadata"]["HTTPHeaders"])
-        body = _Rest(answer["Body"], int(answer["ContentLength"]), deadline, self._settings.read_timeout)
-        skip = start if "ContentRange" not in answer else 0  # the server ignores Range
-        done = 0
         try:
-            while skip and body.left:
-                skip -= body.some(self._waste()[:skip])
-            for view in views:
-                at = 0
-                while at < len(view) and body.left:
-                    count = body.some(view[at:])
-                    at += count
-                    done += count
-            return Got(done, found, age, seconds)
-        except Exception as error:
-            raise BodyBroken(done, found, error) from error
+            what = coming_from(answer, start, views)
+            left = UNKNOWN if what.nbytes == UNKNOWN else min(what.skip, what.total) + what.nbytes
+            body = _Rest(answer["Body"], left, deadline, self._settings.read_timeout)
+            skip, done = what.skip, 0
+            try:
+                while skip and body.left:
+                    skip -= body.some(self._waste()[:skip])
+                for view in views:
+                    at = 0
+                    while at < len(view) and body.left:
+                        count = body.some(view[at:])
+                        at += count
+                        done += count
+            except Exception as error:
+                raise BodyBroken(done, what.etag, error) from error
+            return finished(what, done, seconds)
         finally:
             answer["Body"].close()
 
@@ -220,13 +189,6 @@ class StockClient(Client):
         if scratch is None:
             scratch = self._scratch.view = memoryview(bytearray(_SCRATCH))
         return scratch
-
-    def put(self, operation: str, params: Mapping[str, Any], source: Source, *, deadline: float) -> dict[str, Any]:
-        mine = Source(source.views, source.nbytes)
-        try:
-            return self._run(operation, {**params, "Body": mine if mine.nbytes else b""}, deadline)
-        finally:
-            mine.revoke()
 
     def invoke(self, operation: str, params: Mapping[str, Any], *, deadline: float) -> dict[str, Any]:
         return self._run(operation, params, deadline)

@@ -3,13 +3,16 @@
     python -m kvstore_backends.s3.sweep 's3://bucket/prefix?region=…&ttl=6h'       once, for instance from cron
     python -m kvstore_backends.s3.sweep --lifecycle 's3://bucket/prefix?ttl=7d'    print rules that do it for whole days
 
-Any number of sweeps may run at once. Only objects with names of ours are touched.
+Any number of sweeps may run at once. Only objects with names of ours are touched. A record that is stored anew or
+renewed between the listing of its page and the deletion that follows at once may go with the old one, which costs a
+recomputation; not on S3 Express, where random ETags tell them apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 import time
@@ -20,13 +23,17 @@ from kvstore.errors import ConfigError, KVStoreError, TransientError
 from kvstore.options import parse_duration
 from kvstore.registry import open_backend
 
+from .answers import answered_at
 from .backend import S3Backend
 from .calls import Calls
+from .errors import fault_of
 from .expiry import lifecycle_configuration
-from .meta import answered_at, list_pages
+from .meta import list_pages
 from .names import key_of, probe_name, quarantine_prefix
 
 __all__ = ["Swept", "main", "sweep"]
+
+logger = logging.getLogger("kvstore.backends.s3")
 
 _DAY_S = 86400.0
 _GRACE_S = 60.0
@@ -37,11 +44,11 @@ class Swept(NamedTuple):
     """What a sweep did.
 
     Attributes:
-        expired: records removed because they were older than the ttl.
+        expired: records removed because they were older than the ttl; with `dry_run` what would be, as the others.
         quarantined: old corrupt records removed, and left-over probes.
         uploads: unfinished uploads aborted.
         nbytes: bytes of the objects removed.
-        failed: objects and uploads that could not be removed.
+        failed: objects and uploads that could not be removed; they count in none of the others.
     """
 
     expired: int
@@ -74,52 +81,75 @@ def sweep(
     calls = backend._calls
     prefix = backend.settings.prefix
     lifetime = ttl if ttl is not None else backend.settings.ttl
-    expired = quarantined = nbytes = failed = 0
+    expired = quarantined = nbytes = uploads = failed = 0
     for answer in list_pages(calls, prefix, lambda: backend._check("list"), deadline):
         now = answered_at(answer)
-        doomed: list[tuple[str, int]] = []
+        doomed: list[_Doomed] = []
         for entry in answer.get("Contents", ()):
             name, age = entry["Key"], now - entry["LastModified"].timestamp()
             record = key_of(prefix, name) is not None
             aside = name.startswith((quarantine_prefix(prefix), probe_name(prefix, "")))
-            if record and lifetime is not None and age >= lifetime + _GRACE_S:
-                expired += 1
-            elif aside and age >= quarantine_age:
-                quarantined += 1
-            else:
-                continue
-            doomed.append((name, entry["Size"]))
-        nbytes += sum(size for _, size in doomed)
-        if doomed and not dry_run:
-            failed += _remove(calls, [name for name, _ in doomed], deadline)
-    uploads = 0
+            old = record and lifetime is not None and age >= lifetime + _GRACE_S
+            if old or (aside and age >= quarantine_age):
+                doomed.append(_Doomed(name, entry["Size"], entry.get("ETag", ""), record))
+        left: dict[str, bool] = {} if dry_run or not doomed else _remove(calls, doomed, deadline)
+        failed += sum(left.values())
+        for each in doomed:
+            if each.name not in left:
+                expired += each.record
+                quarantined += not each.record
+                nbytes += each.nbytes
     for upload in _old_uploads(calls, prefix, upload_age, deadline):
-        uploads += 1
-        if not dry_run:
-            failed += _attempt(calls, "AbortMultipartUpload", upload, deadline) is None
+        aborted = dry_run or _abort(calls, upload, deadline)
+        uploads += aborted
+        failed += not aborted
     return Swept(expired, quarantined, uploads, nbytes, failed)
 
 
-def _attempt(calls: Calls, operation: str, params: dict[str, Any], deadline: float) -> dict[str, Any] | None:
-    """One call; None if it failed other than by the deadline."""
+def _abort(calls: Calls, upload: dict[str, Any], deadline: float) -> bool:
+    return _attempt(calls, "AbortMultipartUpload", upload, deadline, gone="NoSuchUpload") is not None
+
+
+class _Doomed(NamedTuple):
+    name: str
+    nbytes: int
+    etag: str
+    record: bool  # else something that was kept aside
+
+
+def _attempt(
+    calls: Calls, operation: str, params: dict[str, Any], deadline: float, *, gone: str = ""
+) -> dict[str, Any] | None:
+    """One call; None if it failed other than by the deadline, or with the code `gone`."""
     if time.monotonic() >= deadline:
         raise TransientError("the deadline passed", backend=calls.name, operation="sweep")
     try:
         return calls.invoke(operation, params, deadline)
     except Exception as error:  # noqa: BLE001 - mapped once, here
-        calls.failed(error, "sweep")
+        fault = fault_of(error)
+        if gone and fault is not None and fault.code == gone:
+            return {}
+        logger.warning("%s: %s", calls.name, calls.failed(error, "sweep"))
         return None
 
 
-def _remove(calls: Calls, names: Sequence[str], deadline: float) -> int:
-    """Delete objects; how many could not be."""
-    failed = 0
-    for begin in range(0, len(names), _AT_ONCE):
-        some = names[begin : begin + _AT_ONCE]
-        batch = {"Objects": [{"Key": name} for name in some], "Quiet": True}
-        answer = _attempt(calls, "DeleteObjects", {"Delete": batch}, deadline)
-        failed += len(some) if answer is None else len(answer.get("Errors", ()))
-    return failed
+def _remove(calls: Calls, doomed: Sequence[_Doomed], deadline: float) -> dict[str, bool]:
+    """Delete objects. Those that are still there, or again; True: it should have gone."""
+    left: dict[str, bool] = {}
+    for begin in range(0, len(doomed), _AT_ONCE):
+        some = doomed[begin : begin + _AT_ONCE]
+        if calls.settings.express:  # the ETag of a copy or of equal bytes is another one there
+            objects = [{"Key": each.name, "ETag": each.etag} for each in some]
+        else:
+            objects = [{"Key": each.name} for each in some]
+        answer = _attempt(calls, "DeleteObjects", {"Delete": {"Objects": objects, "Quiet": True}}, deadline)
+        if answer is None:
+            left.update(dict.fromkeys((each.name for each in some), True))
+            continue
+        for said in answer.get("Errors", ()):
+            if said.get("Code") != "NoSuchKey":
+                left[said.get("Key", "")] = said.get("Code") != "PreconditionFailed"
+    return left
 
 
 def _old_uploads(calls: Calls, prefix: str, age: float, deadline: float) -> Iterator[dict[str, Any]]:
@@ -137,13 +167,12 @@ def _old_uploads(calls: Calls, prefix: str, age: float, deadline: float) -> Iter
             name = upload["Key"]
             if key_of(prefix, name) is not None and now - upload["Initiated"].timestamp() >= age:
                 yield {"Key": name, "UploadId": upload["UploadId"]}
-        if not answer.get("IsTruncated"):
+        before = params
+        for name in ("KeyMarker", "UploadIdMarker"):
+            if answer.get(f"Next{name}"):
+                params = {**params, name: answer[f"Next{name}"]}
+        if not answer.get("IsTruncated") or params == before:
             return
-        params = {
-            **params,
-            "KeyMarker": answer.get("NextKeyMarker", ""),
-            "UploadIdMarker": answer.get("NextUploadIdMarker", ""),
-        }
 
 
 def _seconds(text: str) -> float:

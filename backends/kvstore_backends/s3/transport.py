@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from kvstore.wrappers.hedging import Budget, LatencyTable
 
-from .http import Connection, Head, LinkError, Timing
+from .http import Connection, Head, LinkError, Timing, too_late
 
 __all__ = ["Hedging", "Origin", "Pool", "Request", "Resolver", "Transport"]
 
 _IDLE_S = 20.0  # an idle connection older than this is likely closed by the other side
 _FRESH_NAMES_S = 30.0  # how long an address list is used before it is looked up again
 _MIN_DELAY_S = 0.001
+_HEDGE_CONNECT_S = 0.1  # for the second connection of a hedged request; longer only if answers usually take longer
 _SAMPLES = 32
 
 
@@ -125,21 +126,22 @@ class Pool:
     def connect(self, origin: Origin, timing: Timing) -> Connection:
         """A new connection, TLS included. Raises `LinkError` "dns", "connect" or "deadline"."""
         addresses = self._resolver.addresses(origin.host, origin.port, timing.until)
-        start = time.monotonic()
+        tls = self._tls() if origin.scheme == "https" else None
+        end = min(timing.until, time.monotonic() + self._connect_timeout)
         failure: OSError | None = None
         for number, (family, address) in enumerate(addresses):
-            left = min(timing.until, start + self._connect_timeout) - time.monotonic()
+            left = end - time.monotonic()
             if left <= 0:
                 break
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(left / (len(addresses) - number) if number + 1 < len(addresses) else left)
+                sock.settimeout(left / (len(addresses) - number))
                 sock.connect(address)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                if origin.scheme == "https":
-                    sock.settimeout(max(0.001, min(timing.until - time.monotonic(), self._connect_timeout)))
-                    sock = self._tls().wrap_socket(sock, server_hostname=origin.host)
+                if tls is not None:
+                    sock.settimeout(max(_MIN_DELAY_S, end - time.monotonic()))  # for the whole handshake
+                    sock = tls.wrap_socket(sock, server_hostname=origin.host)
             except OSError as error:  # includes ssl.SSLError
                 failure = error
                 sock.close()
@@ -158,8 +160,9 @@ class Pool:
             raise LinkError("tls", text) from failure
         if failure is None or isinstance(failure, TimeoutError):
             raise LinkError("connect", f"no connection to {where} within {self._connect_timeout:.3g} s") from failure
+        what = "does it speak TLS? " if isinstance(failure, ssl.SSLError) else ""
         raise LinkError(
-            "connect", f"no connection to {where}: {failure.strerror or type(failure).__name__}"
+            "connect", f"no connection to {where}: {what}{failure.strerror or type(failure).__name__}"
         ) from failure
 
     def give(self, origin: Origin, connection: Connection) -> None:
@@ -271,7 +274,7 @@ class Transport:
                 self.requests += 1
             whole = connection.send(request.head, request.body, timing)
             if delay is not None and not connection.readable(min(delay, timing.left())):
-                connection = self._race(connection, request, timing)
+                connection = self._race(connection, request, timing, delay)
             head = connection.read_head(timing)
         except BaseException:
             connection.close()
@@ -281,13 +284,17 @@ class Transport:
             hedging.note(hedge, time.monotonic() - start, throttled=throttled, won=connection is not first)
         return connection, head if whole else head._replace(keep=False)
 
-    def _race(self, first: Connection, request: Request, timing: Timing) -> Connection:
-        """Send it once more on a fresh connection; the one that begins to answer first. The other is closed."""
+    def _race(self, first: Connection, request: Request, timing: Timing, delay: float) -> Connection:
+        """Send it once more on a fresh connection; the one that begins to answer first. The other is closed.
+
+        The first may answer while the second is being made, and would have to wait: so that gets little time.
+        """
         hedging = self.hedging
         if hedging is None or not hedging.pay():
             return first
+        soon = time.monotonic() + max(_HEDGE_CONNECT_S, delay)
         try:
-            second = self.pool.connect(request.origin, timing)
+            second = self.pool.connect(request.origin, timing._replace(until=min(timing.until, soon)))
         except LinkError:
             hedging.refund()
             return first
@@ -321,8 +328,12 @@ def _first_to_answer(first: Connection, second: Connection, timing: Timing) -> C
     poll = select.poll()
     for number in racing:
         poll.register(number, select.POLLIN)
+    end = time.monotonic() + timing.left()  # of their silence; what they say may not be an answer yet
     while len(racing) > 1:
-        for number, _ in poll.poll(timing.left() * 1000):
+        left = end - time.monotonic()
+        if left <= 0:
+            raise too_late(timing, "does not answer")
+        for number, _ in poll.poll(left * 1000):
             connection = racing[number]
             try:
                 if connection.pull():
@@ -332,6 +343,4 @@ def _first_to_answer(first: Connection, second: Connection, timing: Timing) -> C
                 connection.close()
                 del racing[number]
                 break
-        else:
-            timing.left()
     return next(iter(racing.values()))

@@ -17,9 +17,10 @@ from .calls import Calls
 from .checksums import Checksum
 from .client import Source, gather
 from .errors import fault_of
-from .expiry import Expiry
+from .expiry import Expiry, refuses_condition
 from .http import LinkError
 from .names import probe_name, record_name
+from .session import is_aws
 
 __all__ = ["MAX_OBJECT_BYTES", "Writer"]
 
@@ -29,7 +30,6 @@ MAX_OBJECT_BYTES = 5 << 40
 _MAX_PARTS = 10_000
 _HEAD_FROM = 1 << 20
 _ABORT_S = 5.0
-_UNSUPPORTED = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"})
 
 
 class _There(Exception):
@@ -45,7 +45,7 @@ class Writer:
         self._checksum = Checksum(calls.settings.checksum)
         mode = calls.settings.conditional_writes
         self._conditional: bool | None = None
-        if mode != "auto" or calls.settings.endpoint_url is None:
+        if mode != "auto" or is_aws(calls.client.endpoint):
             self._conditional = mode != "off"
         self._probe_lock = threading.Lock()
 
@@ -227,7 +227,7 @@ class Writer:
             self._calls.put("PutObject", params, Source([], 0), deadline)
         except Exception as error:
             fault = fault_of(error)
-            if fault is not None and (fault.code in _UNSUPPORTED or fault.status == 501):
+            if fault is not None and refuses_condition(fault):
                 return False
             raise
         try:
@@ -239,4 +239,10 @@ class Writer:
                 return True
             raise
         finally:
+            self._remove_probe(name, deadline)
+
+    def _remove_probe(self, name: str, deadline: float) -> None:
+        try:
             self._calls.invoke("DeleteObject", {"Key": name}, deadline)
+        except Exception as error:  # noqa: BLE001 - a writer that may not delete has learnt all the same
+            logger.info("%s: a probe was left to the sweep: %s", self._calls.name, self._calls.failed(error, "put"))

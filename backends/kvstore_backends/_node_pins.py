@@ -1,0 +1,154 @@
+"""The records of a GET, pinned for as long as its answer is being sent: found in memory, or brought up from the disk.
+
+What may be pinned is bounded by the `Gate`, and nothing is pinned before there is leave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.errors import KVStoreError, PermanentError, PoolExhausted
+from kvstore.keys import Key
+from kvstore_transport.seam import Incoming
+
+from ._memory_reservation import Record, span
+from ._node_gate import Pass
+from ._node_space import Space
+from .node.protocol import Code, Status
+
+__all__ = ["LEAVE_S", "Pins", "Refused", "code_of", "pin"]
+
+LEAVE_S = 60.0
+"""Longest wait for leave to hold memory, in seconds, even if the deadline is later."""
+
+
+class Refused(Exception):
+    """The whole request is answered with `status`."""
+
+    def __init__(self, status: Status, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Pins(NamedTuple):
+    """Attributes:
+    records: of each item of a batch; None: there is none.
+    pins: what to let go, once for each reader.
+    notes: code and reason of items that failed, by index.
+    """
+
+    space: Space
+    held: Pass
+    records: Sequence[Record | None]
+    pins: Sequence[Record | None]
+    notes: dict[int, tuple[Code, str]]
+
+    def drop(self) -> None:
+        self.space.store.let_go(self.pins)
+        self.held.leave()
+
+
+def code_of(error: KVStoreError) -> Code:
+    """What an error is on the wire."""
+    if isinstance(error, PoolExhausted):
+        return Code.FULL
+    return Code.REFUSED if isinstance(error, PermanentError) else Code.FAILED
+
+
+def pin(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
+    """The records of `keys`, which stay as they are until `Pins.drop`.
+
+    Usually they are in memory and there is leave at once. Else they are let go while we wait, since what waits must
+    not pin either.
+    """
+    store, client = space.store, incoming.peer.client
+    records = store.find(keys, "get")
+    if space.disk is None or None not in records:
+        charge = _charge(records)
+        if charge <= space.gate.total:
+            held = space.gate.enter(client, charge, 0.0)
+            if held is not None:
+                return Pins(space, held, records, records, {})
+    store.let_go(records)
+    return _pin_later(incoming, space, keys)
+
+
+def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
+    notes: dict[int, tuple[Code, str]] = {}
+    failures: dict[Key, KVStoreError] = {}
+    sizes = _sizes(space, keys, failures, incoming.deadline)
+    # No more than may ever be held at a time: the first record, and those after it that fit.
+    wanted: dict[Key, None] = {}
+    charge = 0
+    for index, key in enumerate(keys):
+        if key in wanted or key not in sizes:
+            continue
+        if wanted and charge + span(sizes[key]) > space.gate.total:
+            text = f"more than {space.gate.total} bytes of the node's memory at a time: ask for fewer records"
+            notes[index] = (Code.FAILED, text)
+            continue
+        wanted[key] = None
+        charge += span(sizes[key])
+    held = space.gate.enter(incoming.peer.client, charge, min(incoming.deadline, time.monotonic() + LEAVE_S))
+    if held is None:
+        raise Refused(Status.BUSY, f"no leave to hold {charge} bytes of memory came in time")
+    found: dict[Key, Record] = {}
+    try:
+        _bring(space, [*wanted], found, failures, incoming.deadline)
+    except BaseException:
+        space.store.let_go([*found.values()])
+        held.leave()
+        raise
+    records = [found.get(key) for key in keys]
+    for index, key in enumerate(keys):
+        if records[index] is None and key in failures:
+            notes[index] = code_of(failures[key]), str(failures[key])
+    return Pins(space, held, records, [*found.values()], notes)
+
+
+def _bring(
+    space: Space, missing: Sequence[Key], found: dict[Key, Record], failures: dict[Key, KVStoreError],
+    deadline: float,
+) -> None:  # fmt: skip
+    """Pin records in memory, or bring them up from the disk; what is in neither is left out. What somebody else
+    brings up at the same time may be evicted before we see it there, so we look again."""
+    store, disk = space.store, space.disk
+    while missing:
+        records = store.find(missing, "get")
+        found.update((key, record) for key, record in zip(missing, records, strict=True) if record is not None)
+        missing = [key for key, record in zip(missing, records, strict=True) if record is None]
+        if disk is None or not missing:
+            return
+        outcomes = disk.sizes(missing, deadline)
+        below = {key: each.nbytes for key, each in zip(missing, outcomes, strict=True) if each.ok}
+        failures.update((key, each.error) for key, each in zip(missing, outcomes, strict=True) if each.error)
+        loaded = disk.load([*below], [*below.values()], deadline)
+        found.update(loaded.records)
+        failures.update(loaded.failures)
+        missing = loaded.elsewhere
+
+
+def _sizes(
+    space: Space, keys: Sequence[Key], failures: dict[Key, KVStoreError], deadline: float
+) -> dict[Key, int]:  # fmt: skip
+    """Bytes of the records of `keys` that are in memory or on disk; `failures` takes those that cannot be told."""
+    store = space.store
+    with store.lock:
+        store.check("get")
+        records = store.look_locked(keys)
+    sizes = {key: record.found.nbytes for key, record in zip(keys, records, strict=True) if record is not None}
+    if space.disk is not None:
+        missing = [*dict.fromkeys(key for key in keys if key not in sizes)]
+        for key, outcome in zip(missing, space.disk.sizes(missing, deadline), strict=True):
+            if outcome.ok:
+                sizes[key] = outcome.nbytes
+            elif outcome.error is not None:
+                failures[key] = outcome.error
+    return sizes
+
+
+def _charge(records: Sequence[Record | None]) -> int:
+    """Bytes of memory that a reader of `records` holds."""
+    return sum(span(record.found[1]) for record in {*records} if record is not None)

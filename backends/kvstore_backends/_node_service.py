@@ -1,0 +1,406 @@
+"""`Service`: what a node does with requests. The wire protocol is `kvstore_backends.node.protocol`.
+
+It is the handler of a `kvstore_transport` server: called in the thread of a connection, for one request at a time. A
+record that is put is received straight into the memory it stays in; one that is got is sent from there. Records are
+pinned until the transport is done with them, and what may be pinned is bounded (`Gate`).
+
+Nothing a client says is believed: each length is bounded before anything is taken for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from kvstore._version import __version__
+from kvstore.backend import Outcome
+from kvstore.backend import Status as Ended
+from kvstore.errors import ClosedError, KVStoreError
+from kvstore.keys import Key
+from kvstore_transport.errors import TransportError
+from kvstore_transport.seam import Answer, Incoming
+
+from ._memory_reservation import Record, Reservation, span
+from ._node_pins import LEAVE_S, Refused, code_of, pin
+from ._node_session import Cursor, Cursors, Session, Sessions, Ticket
+from ._node_space import Space
+from .node.protocol import (
+    MAX_ITEMS,
+    Code,
+    ListPage,
+    Malformed,
+    Op,
+    Status,
+    pack_outcomes,
+    pack_page,
+    pack_ticket,
+    unpack_data,
+    unpack_get,
+    unpack_keys,
+    unpack_list,
+    unpack_put,
+)
+
+__all__ = ["Service"]
+
+logger = logging.getLogger("kvstore.node")
+
+_ROOM_S = 5.0  # longest wait for memory, even if the deadline is later
+_PATIENCE_S = 0.5  # for somebody else who is storing the same key; then both do, and the first one wins
+_TICKET_S = 60.0  # from the answer to a PUT until its DATA
+_PAGE_RECORDS = 4096
+_LIST_S = 600.0  # for a whole listing, however slowly it is asked for
+
+
+class Service:
+    """The handler of a node.
+
+    Args:
+        spaces: by the name of their namespace.
+        max_body: longest body that the transport takes, in bytes.
+    """
+
+    def __init__(self, spaces: Mapping[str, Space], *, max_body: int) -> None:
+        self._spaces = spaces
+        self._max_body = max_body
+        self._cursors = Cursors()
+        self._sessions = Sessions(self._cursors.drop)
+        self._closing = False
+        self._handlers: dict[int, Callable[[Incoming, Space, Session], Answer]] = {
+            Op.STAT: self._stat, Op.GET: self._get, Op.PUT: self._put, Op.DATA: self._data,
+            Op.DELETE: self._delete, Op.QUARANTINE: self._quarantine, Op.LIST: self._list, Op.INFO: self._info,
+        }  # fmt: skip
+
+    def __call__(self, incoming: Incoming) -> Answer:
+        """Answer a request. Raises what `Incoming.receive` raises."""
+        space = self._spaces.get(incoming.peer.namespace)
+        handler = self._handlers.get(incoming.op)
+        if self._closing:
+            return _message(Status.CLOSED, "the node is shutting down")
+        if space is None or handler is None:
+            return _message(Status.BAD, f"unknown operation {incoming.op}" if space else "unknown namespace")
+        if time.monotonic() >= incoming.deadline:
+            space.count(late=1)
+            return _message(Status.LATE, "the deadline passed on the way")
+        session = self._sessions.of(incoming.session, space)
+        try:
+            return handler(incoming, space, session)
+        except Malformed as error:
+            return _message(Status.BAD, str(error))
+        except Refused as refused:
+            if refused.status == Status.BUSY:
+                space.count(busy=1)
+            return _message(refused.status, str(refused))
+        except ClosedError:
+            return _message(Status.CLOSED, "the node is shutting down")
+        except KVStoreError as error:
+            return _message(Status.BUSY if error.retryable else Status.BAD, error.message)
+
+    # Questions about keys.
+
+    def _stat(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        keys = unpack_keys(incoming.meta)
+        outcomes = space.backend.stat(keys, deadline=incoming.deadline)
+        if space.disk is not None:
+            missing = [index for index, outcome in enumerate(outcomes) if outcome.status is Ended.MISS]
+            if missing:
+                below = space.disk.sizes([keys[index] for index in missing], incoming.deadline)
+                for index, outcome in zip(missing, below, strict=True):
+                    outcomes[index] = outcome
+        return _reply(outcomes)
+
+    def _delete(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        keys = unpack_keys(incoming.meta)
+        outcomes = space.backend.delete(keys, deadline=incoming.deadline)
+        if space.disk is not None:
+            below = space.disk.delete(keys, incoming.deadline)
+            outcomes = [a if b.status is Ended.MISS else b for a, b in zip(outcomes, below, strict=True)]
+        space.count(deleted=sum(outcome.ok for outcome in outcomes))
+        return _reply(outcomes)
+
+    def _quarantine(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        keys = unpack_keys(incoming.meta)
+        store, disk = space.store, space.disk
+        with store.lock:
+            kept = {
+                key for key, record in zip(keys, store.look_locked(keys), strict=True) if record and not record.read
+            }
+        outcomes = space.backend.quarantine(keys, deadline=incoming.deadline)
+        if disk is not None:  # but not of records that were stored anew and that nobody has read since
+            asked = [index for index, key in enumerate(keys) if key not in kept]
+            below = disk.quarantine([keys[index] for index in asked], incoming.deadline)
+            for index, outcome in zip(asked, below, strict=True):
+                if outcome.status is not Ended.MISS:
+                    outcomes[index] = outcome
+        space.count(quarantined=sum(outcome.ok for outcome in outcomes))
+        return _reply(outcomes)
+
+    # Reading.
+
+    def _get(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        keys, offsets, lengths = unpack_get(incoming.meta)
+        pinned = pin(incoming, space, keys)
+        notes = pinned.notes
+        codes: list[int] = []
+        sizes: list[int] = []
+        body: list[memoryview] = []
+        total = hits = 0
+        last: Record | None = None
+        start = end = 0  # of what was taken last, within `last`
+        try:
+            for index, record in enumerate(pinned.records):
+                if record is None:
+                    codes.append(notes[index][0] if index in notes else Code.MISS)
+                    sizes.append(0)
+                    continue
+                offset = offsets[index]
+                size = min(lengths[index], max(0, record.found.nbytes - offset))
+                hits += 1
+                codes.append(Code.OK)
+                sizes.append(size)
+                if not size:
+                    continue
+                total += size
+                if record is last and offset == end:  # neighbours travel as one
+                    end += size
+                    body[-1] = record.view[start:end].toreadonly()
+                    continue
+                last, start, end = record, offset, offset + size
+                body.append(record.view[start:end].toreadonly())
+            if total > incoming.peer.max_body:
+                raise Refused(Status.BAD, f"{total} bytes asked for; this client takes {incoming.peer.max_body}")
+            misses = codes.count(Code.MISS)
+            space.count(hits=hits, misses=misses, failed=len(codes) - hits - misses, bytes_out=total)
+            meta = pack_outcomes(codes, sizes, [(index, note) for index, (_, note) in notes.items()])
+        except BaseException:
+            pinned.drop()
+            raise
+        if not body:
+            pinned.drop()
+            return Answer(Status.OK, meta)
+        return Answer(Status.OK, meta, body, pinned.drop)
+
+    # Writing.
+
+    def _put(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        keys, sizes, parents = unpack_put(incoming.meta)
+        session.drop()
+        total = sum(sizes)
+        final = incoming.body_nbytes > 0 or total == 0
+        if final and total != incoming.body_nbytes:
+            raise Malformed(f"records of {total} bytes, but a body of {incoming.body_nbytes}")
+        codes: list[int] = [Code.EXISTS] * len(keys)
+        reservation = self._claim(incoming, space, keys, sizes, parents, codes)
+        charge = sum(map(span, reservation.sizes)) + (total - sum(reservation.sizes) if final else 0)
+        held = space.gate.enter(incoming.peer.client, charge, min(incoming.deadline, time.monotonic() + LEAVE_S))
+        if held is None:
+            reservation.close()
+            raise Refused(Status.BUSY, f"no leave to hold {charge} bytes of memory came in time")
+        ticket = Ticket(reservation, held)
+        kept = False
+        try:
+            with_room: list[int] = []
+            if reservation.places:
+                until = min(incoming.deadline, time.monotonic() + _ROOM_S)
+                with_room = [index for wave in reservation.rooms(until) for index in wave]
+            for place in reservation.places:
+                codes[place] = Code.FULL
+            for index in with_room:
+                codes[reservation.places[index]] = Code.WANTED
+            if final:
+                return self._receive_all(incoming, space, reservation, with_room, sizes, codes)
+            _count_codes(space, codes)
+            number = 0
+            if with_room:
+                ticket.indices = with_room
+                ticket.until = min(incoming.deadline, time.monotonic() + _TICKET_S)
+                number = session.keep(ticket)
+                kept = True
+            return Answer(Status.OK, pack_ticket(number, pack_outcomes(codes, [0] * len(codes))))
+        except TransportError:
+            space.count(abandoned=len(reservation.places))
+            raise
+        finally:
+            if not kept:
+                ticket.drop()
+
+    def _claim(
+        self, incoming: Incoming, space: Space, keys: Sequence[Key], sizes: Sequence[int],
+        parents: Sequence[Key | None], codes: list[int],
+    ) -> Reservation:  # fmt: skip
+        """Announce what is not there yet, in memory or below, and fits into one body. The others get their code."""
+        store = space.store
+        places: list[int] = []
+        largest = min(store.pool.largest, self._max_body)
+        most, total = min(space.gate.total, self._max_body), 0
+        with store.lock:
+            store.check("put")
+            there = store.look_locked(keys, use=True)
+        absent = [place for place, record in enumerate(there) if record is None]
+        if space.disk is not None and absent:
+            below = space.disk.sizes([keys[place] for place in absent], incoming.deadline)
+            space.disk.touch([keys[place] for place, found in zip(absent, below, strict=True) if found.ok])
+            absent = [place for place, found in zip(absent, below, strict=True) if not found.ok]
+        for place in absent:
+            if sizes[place] > largest:
+                codes[place] = Code.TOO_LARGE
+            elif places and total + span(sizes[place]) > most:
+                codes[place] = Code.FULL
+            else:
+                total += span(sizes[place])
+                places.append(place)
+        until = min(incoming.deadline, time.monotonic() + _PATIENCE_S)
+        while time.monotonic() < until:
+            with store.lock:
+                being_stored = [keys[place] for place in places if keys[place] in store.pending]
+            if not being_stored:
+                break
+            store.wait_for_others(being_stored, until)
+        return store.claim(keys, sizes, parents, places, rival=True).reservation
+
+    def _receive_all(
+        self, incoming: Incoming, space: Space, reservation: Reservation, with_room: Sequence[int],
+        sizes: Sequence[int], codes: list[int],
+    ) -> Answer:  # fmt: skip
+        """The bytes came with the question: what is wanted goes into its memory, the rest nowhere."""
+        if with_room or not incoming.body_nbytes:
+            if incoming.body_nbytes:
+                taken = {reservation.places[index]: index for index in with_room}
+                scratch = memoryview(bytearray(sum(n for place, n in enumerate(sizes) if place not in taken)))
+                views: list[memoryview] = []
+                at = 0
+                for place, nbytes in enumerate(sizes):
+                    if place in taken:
+                        views.append(reservation.views[taken[place]])
+                    else:
+                        views.append(scratch[at : at + nbytes])
+                        at += nbytes
+                incoming.receive([view for view in views if len(view)])
+            done = self._commit(space, reservation, with_room)
+            for index, code in zip(with_room, done, strict=True):
+                codes[reservation.places[index]] = code
+        else:
+            incoming.discard()
+        _count_codes(space, codes, sizes)
+        return Answer(Status.OK, _pack_stored(codes, sizes))
+
+    def _commit(self, space: Space, reservation: Reservation, indices: Sequence[int]) -> list[int]:
+        """Make records visible and have them written to the disk; their codes."""
+        lost = set(reservation.commit(indices))
+        if space.disk is not None:
+            stored = [index for index in indices if index not in lost]
+            space.disk.offer([reservation.keys[i] for i in stored], [reservation.parents[i] for i in stored])
+        return [Code.EXISTS if index in lost else Code.OK for index in indices]
+
+    def _data(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        ticket = session.give(unpack_data(incoming.meta))
+        if ticket is None:
+            raise Refused(Status.LATE, "this ticket is not, or no longer, one of this connection")
+        reservation, indices = ticket.reservation, ticket.indices
+        sizes = [reservation.sizes[index] for index in indices]
+        try:
+            if sum(sizes) != incoming.body_nbytes:
+                raise Malformed(f"records of {sum(sizes)} bytes were wanted; the body has {incoming.body_nbytes}")
+            incoming.receive([reservation.views[index] for index in indices if reservation.sizes[index]])
+            codes = self._commit(space, reservation, indices)
+        except TransportError:
+            space.count(abandoned=len(indices))
+            raise
+        finally:
+            ticket.drop()
+        _count_codes(space, codes, sizes)
+        return Answer(Status.OK, _pack_stored(codes, sizes))
+
+    # The rest.
+
+    def _list(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        number, page = unpack_list(incoming.meta)
+        cursor = self._cursors.give(session, number) if number else Cursor(space, time.monotonic() + _LIST_S)
+        if cursor is None:
+            raise Refused(Status.BAD, f"this connection has no listing {number}, or none any more")
+        more = False
+        try:
+            infos = cursor.next(min(max(page, 1), _PAGE_RECORDS))
+            more = not cursor.ended
+        finally:
+            if not more:
+                cursor.close()
+        number = self._cursors.keep(session, cursor) if more else 0
+        if more and not number:
+            raise Refused(Status.BUSY, "too many listings are under way")
+        page_of = ListPage(
+            number, [info.key for info in infos], [info.nbytes for info in infos], [info.last_used for info in infos]
+        )
+        return Answer(Status.OK, pack_page(page_of))
+
+    def _info(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        return Answer(Status.OK, msgpack.packb(self.facts(space)))
+
+    def facts(self, space: Space) -> dict[str, Any]:
+        """What a node says about a namespace: plain facts."""
+        return {
+            "version": __version__,
+            "max_value_bytes": min(space.store.pool.largest, self._max_body),
+            "max_items": MAX_ITEMS,
+            "credits": space.gate.per_client,
+            "durable": space.disk is not None,
+            "ttl": space.store.expiry.ttl != float("inf"),
+            "capacity": space.namespace.policy != "none",
+            "stats": space.stats(),
+        }
+
+    # Life.
+
+    def sweep(self) -> None:
+        """Give back what was promised and never came; remove what has become too old."""
+        self._sessions.sweep()
+        self._cursors.sweep()
+        for space in self._spaces.values():
+            space.sweep()
+
+    def stop(self) -> None:
+        """Do no more work: from now on the answer is CLOSED."""
+        self._closing = True
+
+    def close(self) -> None:
+        """When no request is under way any more."""
+        self._cursors.close()
+
+    def stats(self) -> dict[str, int]:
+        """Connections that asked for something, and listings half read."""
+        return {"sessions": len(self._sessions), "listings": len(self._cursors)}
+
+
+def _message(status: Status, text: str) -> Answer:
+    return Answer(status, text.encode())
+
+
+_CODES = {Ended.OK: Code.OK, Ended.MISS: Code.MISS, Ended.EXISTS: Code.EXISTS}
+
+
+def _reply(outcomes: Sequence[Outcome]) -> Answer:
+    codes: list[int] = []
+    notes: list[tuple[int, str]] = []
+    for index, (status, _, error) in enumerate(outcomes):
+        if error is None:
+            codes.append(_CODES[status])
+        else:
+            codes.append(code_of(error))
+            notes.append((index, error.message))
+    return Answer(Status.OK, pack_outcomes(codes, [outcome[1] for outcome in outcomes], notes))
+
+
+def _pack_stored(codes: Sequence[int], sizes: Sequence[int]) -> bytes:
+    return pack_outcomes(codes, [n if code == Code.OK else 0 for code, n in zip(codes, sizes, strict=True)])
+
+
+def _count_codes(space: Space, codes: Sequence[int], sizes: Sequence[int] = ()) -> None:
+    stored = [n for code, n in zip(codes, sizes, strict=False) if code == Code.OK]
+    space.count(
+        puts=len(stored), bytes_in=sum(stored), exists=codes.count(Code.EXISTS),
+        refused=codes.count(Code.FULL) + codes.count(Code.TOO_LARGE),
+    )  # fmt: skip

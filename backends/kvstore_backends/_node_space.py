@@ -1,0 +1,196 @@
+"""`Namespace` and `Space`: one tenant of a node, as it is configured and as it runs.
+
+Each has memory, a folder and limits of its own, so nothing crosses, and no tenant can evict another's records.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+from ._memory_reservation import ALIGNMENT, Expiry
+from ._node_disk import DiskTier
+from ._node_gate import Gate
+from .memory import MemoryBackend
+
+__all__ = ["Counts", "Namespace", "Space", "share_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One tenant of a node.
+
+    Attributes:
+        name: as clients give it; "" is the default one.
+        token: its secret, which clients must prove to know; b"": open to everybody. Never shown.
+        memory_bytes: its share of the node's memory; 0: an equal part of what the others leave.
+        policy: what goes when its memory is full (`kvstore.eviction`).
+        disk: URL of a folder below the memory, `file:///nvme/kv?bytes=400GiB`; "": none.
+        ttl: seconds after which a record goes; math.inf: never.
+        ttl_from: "use": counted from the last get or put; "put": from the put that stored it.
+
+    Raises:
+        ConfigError: a value that makes no sense.
+    """
+
+    name: str = ""
+    token: bytes = field(default=b"", repr=False)
+    memory_bytes: int = 0
+    policy: str = "lru"
+    disk: str = ""
+    ttl: float = math.inf
+    ttl_from: str = "use"
+
+    def __post_init__(self) -> None:
+        if len(self.name.encode()) > 256 or not self.name.isprintable():
+            raise ConfigError(f"{self.shown}: a name of a namespace is at most 256 bytes of printable text")
+        if self.ttl_from not in {"use", "put"}:
+            raise ConfigError(f"{self.shown}: ttl_from is {self.ttl_from!r}; it must be use or put")
+        if self.ttl <= 0:
+            raise ConfigError(f"{self.shown}: ttl is {self.ttl:g} s; it must be more than 0")
+        if self.memory_bytes < 0:
+            raise ConfigError(f"{self.shown}: {self.memory_bytes} bytes of memory")
+        if self.disk and self.policy == "none":
+            raise ConfigError(
+                f"{self.shown}: with policy=none nothing ever leaves the memory, so nothing can be read back into it "
+                "from the disk; use another policy, or no disk"
+            )
+
+    @property
+    def shown(self) -> str:
+        """For messages."""
+        return f"namespace {self.name[:80]!r}" if self.name else "the default namespace"
+
+
+def share_memory(namespaces: Sequence[Namespace], total: int) -> list[int]:
+    """How many bytes each namespace gets of `total`.
+
+    Raises:
+        ConfigError: they want more than there is, or nothing is left for those that want an equal part.
+    """
+    asked = sum(namespace.memory_bytes for namespace in namespaces)
+    rest = [namespace for namespace in namespaces if not namespace.memory_bytes]
+    left = (total - asked) // max(1, len(rest))
+    if asked > total or (rest and left < ALIGNMENT):
+        raise ConfigError(
+            f"the node has {total} bytes of memory; its namespaces want {asked}"
+            + (f", which leaves too little for {', '.join(n.shown for n in rest)}" if rest else "")
+        )
+    return [namespace.memory_bytes or left for namespace in namespaces]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened in a namespace since the node started. Records, if it does not say otherwise.
+
+    Attributes:
+        hits, misses: reads of records that were there, or not.
+        puts, exists: records stored; offered, but there already.
+        refused: records for which there was no room, or that are too large.
+        failed: reads and writes that failed for another reason.
+        deleted, quarantined: records.
+        bytes_in, bytes_out: bytes of records received and sent.
+        busy: requests that were sent away because there was too much under way.
+        late: requests whose deadline had passed when they came.
+        abandoned: writes that ended in the middle: the connection broke, or the bytes never came.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    exists: int = 0
+    refused: int = 0
+    failed: int = 0
+    deleted: int = 0
+    quarantined: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    busy: int = 0
+    late: int = 0
+    abandoned: int = 0
+
+
+class Space:
+    """A namespace at work.
+
+    Args:
+        nbytes: its memory.
+        shared: the memory is shared memory, for clients on this host.
+        share: part of the memory that answers and writes under way may hold; the backlog of the disk may hold half of
+            what is left.
+        credits_bytes: what one client may hold of that.
+        clock: for ttl, seconds since the epoch.
+
+    Raises:
+        ConfigError: see `MemoryBackend` and `DiskTier`.
+    """
+
+    def __init__(
+        self, namespace: Namespace, nbytes: int, *, shared: bool, share: float, credits_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.namespace = namespace
+        expiry = Expiry(namespace.ttl, namespace.ttl_from == "use", clock)
+        name = f"node:{namespace.name}" if namespace.name else "node"
+        self.backend = MemoryBackend(nbytes, policy=namespace.policy, name=name, shared=shared, expiry=expiry)
+        self.store = self.backend.store
+        pool = self.store.pool.nbytes
+        self.gate = Gate(int(pool * share), credits_bytes)
+        self.disk: DiskTier | None = None
+        if namespace.disk:
+            try:
+                self.disk = DiskTier(namespace.disk, self.store, backlog_bytes=int(pool * (1 - share) / 2))
+            except BaseException:
+                self.backend.close()
+                raise
+        self._lock = threading.Lock()
+        self._counts = Counts()
+        self._next_memory = self._next_disk = 0.0
+
+    def count(self, **more: int) -> None:
+        """Add to the counts."""
+        counts = self._counts
+        with self._lock:
+            for name, value in more.items():
+                setattr(counts, name, getattr(counts, name) + value)
+
+    def sweep(self) -> None:
+        """Remove what has become too old, if it is time to look: ten times per ttl, but at most every second; in memory
+        at least every minute, on disk at least every hour. Cheap otherwise."""
+        ttl, now = self.namespace.ttl, time.monotonic()
+        if ttl == math.inf:
+            return
+        if now >= self._next_memory:
+            self._next_memory = now + min(60.0, max(1.0, ttl / 10))
+            self.store.expire()
+        if self.disk is not None and now >= self._next_disk:
+            self._next_disk = now + min(3600.0, max(1.0, ttl / 10))
+            self.disk.sweep()
+
+    def stats(self) -> dict[str, Any]:
+        """What it holds, and its counts; see `Counts` and `NodeServer.stats`."""
+        memory = self.backend.stats()
+        with self._lock:
+            found: dict[str, Any] = {name: getattr(self._counts, name) for name in Counts.__slots__}
+        found.update(
+            records=memory.records, nbytes=memory.nbytes, capacity=memory.capacity, in_use=memory.in_use,
+            evicted=memory.evicted, expired=memory.expired, held=self.gate.used, waiting=self.gate.waiting,
+        )  # fmt: skip
+        if self.disk is not None:
+            disk = self.disk.counts()
+            found.update({f"disk_{name}": value for name, value in disk._asdict().items()})
+            found["disk_expired"] = self.disk.expired
+        return found
+
+    def close(self, drain_s: float) -> None:
+        """Write what waits for the disk, for `drain_s` seconds at most, and give everything back."""
+        self.gate.close()
+        if self.disk is not None:
+            self.disk.close(drain_s)
+        self.backend.close()

@@ -1,0 +1,352 @@
+"""`NodeClient`: one node, over any transport.
+
+One copy at most between the wire and its destination, which the transport makes (`Bodies.copies`): a GET lands straight
+where the reads want it, a PUT sends the writer's views, gathered. Requests are at most about 64 MiB; all reads of one
+key travel in one, so they come from one version of the record. A call takes one connection for as long as it runs:
+several lanes gain by several calling threads, not by threads of this client.
+
+A PUT of more than 256 KiB asks first, and sends only what the node wants. A smaller one sends at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from kvstore.backend import EXISTS, MISS, KeyInfo, Outcome, Read, Write
+from kvstore.buffers import Buffer
+from kvstore.errors import KVStoreError, PermanentError, TransientError
+from kvstore.keys import Key
+from kvstore_transport import Plan, ProtocolError, Reply
+
+from .calls import TROUBLE, NodeCalls
+from .channels import Line
+from .leases import NodeLease
+from .protocol import (
+    Code,
+    Malformed,
+    Op,
+    Status,
+    pack_data,
+    pack_get,
+    pack_keys,
+    pack_list,
+    pack_put,
+    unpack_page,
+    unpack_ticket,
+)
+from .requests import Landing, outcomes_of, split, split_by_key
+
+__all__ = ["NodeClient"]
+
+_AT_ONCE_BYTES = 256 << 10  # a PUT of so many bytes is sent without a question: that costs a round trip of ~0.1 ms
+_PAGE_RECORDS = 4096
+
+
+class NodeClient(NodeCalls):
+    """The records of one node. See the module's docstring, and `NodeCalls` for the arguments."""
+
+    # Questions about keys.
+
+    def stat(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        return self._about(Op.STAT, "stat", keys, deadline)
+
+    def delete(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        return self._about(Op.DELETE, "delete", keys, deadline)
+
+    def quarantine(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        return self._about(Op.QUARANTINE, "quarantine", keys, deadline)
+
+    def _about(self, op: Op, operation: str, keys: Sequence[Key], deadline: float) -> list[Outcome]:
+        self.check(operation)
+        outcomes: list[Outcome] = []
+        most = self.most_items
+        for at in range(0, len(keys), most):
+            outcomes += self._about_some(op, operation, keys[at : at + most], deadline)
+        return outcomes
+
+    def _about_some(self, op: Op, operation: str, keys: Sequence[Key], deadline: float) -> list[Outcome]:
+        if time.monotonic() >= deadline:
+            return self.late(operation, len(keys))
+        meta = pack_keys(keys)
+        try:
+            reply = self.call(operation, deadline, lambda line: line.channel.call(op, meta, deadline=deadline))
+            error = self.refusal(reply, operation)
+            if error is not None:
+                return [Outcome.failed(error)] * len(keys)
+            codes, sizes, notes = outcomes_of(reply.meta, len(keys))
+        except (*TROUBLE, KVStoreError) as error:
+            return self.failed(error, operation, len(keys))
+        if op != Op.STAT:
+            sizes = [0] * len(keys)
+        return self.outcomes(codes, sizes, notes, keys, operation)
+
+    # Reading.
+
+    def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
+        self.check("get")
+        largest = self.largest  # no record has more, so no read need ask for more
+        lengths = [min(len(read[1]), largest) for read in reads]
+        bad = [index for index, read in enumerate(reads) if not 0 <= read[2] < 1 << 63 or read[1].readonly]
+        if bad:
+            return self._without(reads, bad, deadline)
+        keys = [read[0] for read in reads]
+        parts = split_by_key(
+            keys, lengths, most_bytes=self.most_bytes, largest=self.max_body, most_items=self.most_items
+        )
+        if len(parts) == 1 and len(parts[0]) == len(reads):
+            return self._get(reads, keys, lengths, deadline)
+        outcomes: list[Outcome] = [MISS] * len(reads)
+        for part in parts:
+            some = self._get(
+                [reads[at] for at in part], [keys[at] for at in part], [lengths[at] for at in part], deadline
+            )
+            for at, outcome in zip(part, some, strict=True):
+                outcomes[at] = outcome
+        return outcomes
+
+    def _without(self, reads: Sequence[Read], bad: Sequence[int], deadline: float) -> list[Outcome]:
+        """The outcomes of a batch in which some reads make no sense."""
+        wrong = set(bad)
+        rest = iter(self.get_into([read for at, read in enumerate(reads) if at not in wrong], deadline=deadline))
+        text = "the destination is not writable, or the offset is out of range"
+        return [
+            Outcome.failed(PermanentError(text, backend=self.name, operation="get", key=read.key))
+            if at in wrong
+            else next(rest)
+            for at, read in enumerate(reads)
+        ]
+
+    def _get(
+        self, reads: Sequence[Read], keys: Sequence[Key], lengths: Sequence[int], deadline: float
+    ) -> list[Outcome]:
+        """One request; and further ones for what the node could not hold in its memory together with the rest (it
+        counts whole records, of which we may want a part)."""
+        outcomes = self._get_once(reads, keys, lengths, deadline)
+        left = [at for at, outcome in enumerate(outcomes) if outcome.error is not None and outcome.error.retryable]
+        while 0 < len(left) < len(outcomes) and time.monotonic() < deadline:
+            again = self._get_once(
+                [reads[at] for at in left], [keys[at] for at in left], [lengths[at] for at in left], deadline
+            )
+            rest = []
+            for at, outcome in zip(left, again, strict=True):
+                outcomes[at] = outcome
+                if outcome.error is not None and outcome.error.retryable:
+                    rest.append(at)
+            if len(rest) == len(left):
+                break
+            left = rest
+        return outcomes
+
+    def _get_once(
+        self, reads: Sequence[Read], keys: Sequence[Key], lengths: Sequence[int], deadline: float
+    ) -> list[Outcome]:
+        if time.monotonic() >= deadline:
+            return self.late("get", len(reads))
+        landing = Landing(reads, lengths)
+        plan: Plan = landing.views
+        try:
+            meta = pack_get(keys, [read[2] for read in reads], lengths)
+            reply = self.call(
+                "get",
+                deadline,
+                lambda line: line.channel.call(Op.GET, meta, plan=plan, deadline=deadline),
+                lambda: landing.begun,
+            )
+            error = self.refusal(reply, "get")
+            if error is not None:
+                return [Outcome.failed(error)] * len(reads)
+            if not landing.begun:  # a transport need not ask where no bytes go
+                landing.views(reply.status, reply.meta, 0)
+        except (*TROUBLE, KVStoreError) as error:
+            return self.failed(error, "get", len(reads))
+        return self.outcomes(landing.codes, landing.sizes, landing.notes, keys, "get")
+
+    def lease(self, keys: Sequence[Key], *, deadline: float) -> list[Buffer | None]:
+        """One request per record that is there: a lease is of one record, wherever in the node's memory it lies."""
+        self.check("lease")
+        leases: list[Buffer | None] = [None] * len(keys)
+        if not keys or time.monotonic() >= deadline:
+            return leases
+        if not self.shared_memory and self.channels.open:
+            return leases
+        largest = self.max_body
+        for at, found in enumerate(self.stat(keys, deadline=deadline)):
+            if not self.shared_memory:
+                break
+            if found.ok and found.nbytes <= largest:
+                leases[at] = self._lease(keys[at], found.nbytes, deadline)
+        return leases
+
+    def _lease(self, key: Key, nbytes: int, deadline: float) -> Buffer | None:
+        try:
+            line = self.channels.take(deadline, "lease")
+        except (*TROUBLE, TransientError):
+            return None
+        fine = False
+        try:
+            meta = pack_get([key], [0], [nbytes])
+            leased = line.channel.call_leased(Op.GET, meta, deadline=deadline)
+            if leased is None:
+                fine = True
+                return None
+            self.channels.hold(line, 1)
+            lease = NodeLease(leased, lambda: self.channels.hold(line, -1))
+            good = False
+            try:
+                if leased.status == Status.OK:
+                    codes, sizes, _ = outcomes_of(leased.meta, 1)
+                    good = codes[0] == Code.OK and sizes[0] == len(leased.body) == nbytes
+                fine = True
+            finally:
+                if not good:
+                    lease.release()
+            return lease if good else None
+        except TROUBLE:
+            return None
+        finally:
+            (self.channels.give if fine else self.channels.drop)(line)
+
+    # Writing.
+
+    def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
+        self.check("put")
+        outcomes: list[Outcome] = [MISS] * len(writes)  # each is replaced
+        first: dict[Key, int] = {}
+        again: list[int] = []
+        todo: list[int] = []
+        sizes: list[int] = []
+        largest = self.largest
+        for at, (key, src, _) in enumerate(writes):
+            size = len(src[0]) if len(src) == 1 else sum(map(len, src))
+            if key in first:
+                again.append(at)
+                continue
+            if size > largest:
+                text = f"a record of {size} bytes; this node takes at most {largest}"
+                outcomes[at] = Outcome.failed(PermanentError(text, backend=self.name, operation="put", key=key))
+                continue
+            first[key] = at
+            todo.append(at)
+            sizes.append(size)
+        for part in split(sizes, most_bytes=self.most_bytes, most_items=self.most_items):
+            places = [todo[at] for at in part]
+            some = self._put([writes[at] for at in places], [sizes[at] for at in part], deadline)
+            for at, outcome in zip(places, some, strict=True):
+                outcomes[at] = outcome
+        for at in again:  # the first of equal keys wins; if it failed, so does this
+            outcome = outcomes[first[writes[at].key]]
+            outcomes[at] = EXISTS if outcome.stored else outcome
+        return outcomes
+
+    def _put(self, writes: Sequence[Write], sizes: Sequence[int], deadline: float) -> list[Outcome]:
+        """One request, or two: the question and the bytes."""
+        if time.monotonic() >= deadline:
+            return self.late("put", len(writes))
+        keys = [write[0] for write in writes]
+        at_once = sum(sizes) <= _AT_ONCE_BYTES
+        wanted: list[int] = []
+        outcomes: list[Outcome] = []
+
+        def talk(line: Line) -> Reply:
+            nonlocal outcomes
+            outcomes = []
+            wanted.clear()
+            if at_once:
+                body = [view for write in writes for view in write[1]]
+                return line.channel.call(Op.PUT, meta, body, deadline=deadline)
+            reply = line.channel.call(Op.PUT, meta, deadline=deadline)
+            if reply.status != Status.OK:
+                return reply
+            ticket, codes, notes = _answer(reply.meta, len(writes))
+            wanted.extend(at for at, code in enumerate(codes) if code == Code.WANTED)
+            # What is wanted is not decided yet; it stands for a failure until it is.
+            plain = [Code.FAILED if code == Code.WANTED else code for code in codes]
+            outcomes = self.outcomes(plain, [0] * len(plain), notes, keys, "put")
+            if not wanted:
+                return reply
+            body = [view for at in wanted for view in writes[at][1]]
+            return line.channel.call(Op.DATA, pack_data(ticket), body, deadline=deadline)
+
+        try:
+            meta = pack_put(keys, sizes, [write[2] for write in writes])
+            reply = self.call("put", deadline, talk)
+            error = self.refusal(reply, "put")
+            if error is not None:
+                failed = Outcome.failed(error)
+                if not outcomes:
+                    return [failed] * len(writes)
+                for at in wanted:
+                    outcomes[at] = failed
+                return outcomes
+            if at_once:
+                return self._stored(reply.meta, keys, sizes)
+            if wanted:
+                stored = self._stored(reply.meta, [keys[at] for at in wanted], [sizes[at] for at in wanted])
+                for at, outcome in zip(wanted, stored, strict=True):
+                    outcomes[at] = outcome
+            return outcomes
+        except (*TROUBLE, KVStoreError) as error:
+            failed = self.failed(error, "put", 1)[0]
+            if not outcomes:
+                return [failed] * len(writes)
+            for at in wanted:
+                outcomes[at] = failed
+            return outcomes
+
+    def _stored(self, meta: bytes, keys: Sequence[Key], sizes: Sequence[int]) -> list[Outcome]:
+        codes, _, notes = outcomes_of(meta, len(keys))
+        if Code.WANTED in codes or Code.MISS in codes:
+            raise ProtocolError("a put that ended with neither success nor failure")
+        return self.outcomes(codes, sizes, notes, keys, "put")
+
+    # The rest.
+
+    def list(self, *, deadline: float) -> Iterator[Sequence[KeyInfo]]:
+        """Over a connection of its own, so that a caller who takes his time with a page keeps no lane from others."""
+        self.check("list")
+        return self._pages(deadline)
+
+    def _pages(self, deadline: float) -> Iterator[Sequence[KeyInfo]]:
+        line: Line | None = None
+        try:
+            cursor = 0
+            while True:
+                self.check("list")
+                if time.monotonic() >= deadline:
+                    raise TransientError("the deadline passed", backend=self.name, operation="list")
+                try:
+                    if line is None:
+                        line = self.channels.extra(deadline, "list")
+                    reply = line.channel.call(Op.LIST, pack_list(cursor, _PAGE_RECORDS), deadline=deadline)
+                    error = self.refusal(reply, "list")
+                    if error is not None:
+                        raise error
+                    page = unpack_page(reply.meta)
+                except KVStoreError:
+                    raise
+                except TROUBLE as error:
+                    raise self.error(error, "list") from error
+                if page.keys:
+                    yield [*map(KeyInfo, page.keys, page.sizes, page.last_used)]
+                cursor = page.cursor
+                if not cursor:
+                    return
+        finally:
+            if line is not None:
+                self.channels.drop(line)
+
+    def __repr__(self) -> str:
+        return f"<NodeClient {self.name!r}{', closed' * self.closed}>"
+
+
+def _answer(meta: bytes, count: int) -> tuple[int, list[Code], dict[int, str]]:
+    """(ticket, codes, notes) of the reply to a PUT without a body. Raises `ProtocolError`."""
+    try:
+        ticket, rest = unpack_ticket(meta)
+    except Malformed as error:
+        raise ProtocolError(f"a ticket that does not parse: {error}") from error
+    codes, _, notes = outcomes_of(rest, count)
+    if Code.OK in codes or Code.MISS in codes:
+        raise ProtocolError("a put that was OK before its bytes were sent")
+    return ticket, codes, notes

@@ -1,0 +1,288 @@
+"""What a node and its clients say to each other: the meta bytes of requests and replies over a transport.
+
+All integers are little-endian. A batch of n items starts with n (u32); then come arrays, one after another, so that a
+batch of 1,024 is packed and unpacked by a few calls and not by thousands:
+
+    STAT, DELETE, QUARANTINE   n · keys (32 bytes each)
+    GET      n · keys · offsets u64 · lengths u64           the reply's body: the bytes of all OK items, in order
+    PUT      n · keys · sizes u64 · has-parent u8 · parents (32 bytes for each that has one)
+             With a body (small batches): it holds all records, and the reply is final; so it is if the records have no
+             bytes at all. Without: a question. The reply has WANTED for the records to send, and in front of the
+             outcomes a ticket (u64; 0: nothing is wanted). A key's second place in a batch is EXISTS, which is true
+             only if the first is stored. Two who are asked for the same record both send it; the second is EXISTS.
+    DATA     ticket u64                                     body: the records that were WANTED, in order of the batch;
+                                                            reply: outcomes of those; LATE: the ticket is no more
+    LIST     cursor u64 · page u32                          reply: next cursor u64 (0: the end) · n · keys · sizes u64 ·
+                                                            last used f64 (seconds since the epoch)
+    INFO     nothing                                        reply: msgpack map of plain facts
+
+The reply to a batch, status `Status.OK`:
+
+    outcomes  n (u32) · codes u8 · sizes u64 · length u32 of notes · notes: msgpack list of [index, message]
+
+A reply with another status has a message (UTF-8) as its meta, and no body. Tickets and cursors belong to a
+connection. A ticket's memory is given back when the connection ends, or another PUT comes on it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+
+from kvstore.keys import Key
+
+__all__ = [
+    "Code",
+    "GetRequest",
+    "ListPage",
+    "Malformed",
+    "Op",
+    "PutRequest",
+    "Status",
+    "pack_data",
+    "pack_get",
+    "pack_keys",
+    "pack_list",
+    "pack_outcomes",
+    "pack_page",
+    "pack_put",
+    "pack_ticket",
+    "unpack_data",
+    "unpack_get",
+    "unpack_keys",
+    "unpack_list",
+    "unpack_outcomes",
+    "unpack_page",
+    "unpack_put",
+    "unpack_ticket",
+]
+
+KEY_BYTES = 32
+MAX_ITEMS = 1 << 16  # of one request
+
+
+class Op(enum.IntEnum):
+    """What a request asks for."""
+
+    STAT = 1
+    GET = 2
+    PUT = 3
+    DATA = 4
+    DELETE = 5
+    QUARANTINE = 6
+    LIST = 7
+    INFO = 8
+
+
+class Status(enum.IntEnum):
+    """Of a whole reply."""
+
+    OK = 0
+    BUSY = 1  # no credit or no memory became free in time: come again
+    BAD = 2  # the request makes no sense, and will make none
+    CLOSED = 3  # the node is shutting down
+    LATE = 4  # the deadline passed on the way here
+
+
+class Code(enum.IntEnum):
+    """Of one item."""
+
+    OK = 0
+    MISS = 1
+    EXISTS = 2
+    WANTED = 3  # PUT: send it
+    FULL = 4  # PUT: no memory became free in time → PoolExhausted
+    TOO_LARGE = 5  # PUT → PermanentError
+    FAILED = 6  # something passing → TransientError
+    REFUSED = 7  # something lasting → PermanentError
+
+
+class Malformed(Exception):
+    """Meta bytes that do not parse. The message says what is wrong with them."""
+
+
+class GetRequest(NamedTuple):
+    keys: list[Key]
+    offsets: list[int]
+    lengths: list[int]
+
+
+class PutRequest(NamedTuple):
+    keys: list[Key]
+    sizes: list[int]
+    parents: list[Key | None]
+
+
+class ListPage(NamedTuple):
+    cursor: int
+    keys: list[Key]
+    sizes: list[int]
+    last_used: list[float]
+
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_LIST = struct.Struct("<QI")
+
+
+class _Reader:
+    """Takes arrays off meta bytes, and never more than there is."""
+
+    def __init__(self, meta: bytes) -> None:
+        self.meta = meta
+        self.at = 0
+
+    def take(self, nbytes: int) -> bytes:
+        part = self.meta[self.at : self.at + nbytes]
+        if len(part) != nbytes:
+            raise Malformed(f"{nbytes} bytes wanted at {self.at} of {len(self.meta)}")
+        self.at += nbytes
+        return part
+
+    def count(self) -> int:
+        (n,) = _U32.unpack(self.take(4))
+        if n > MAX_ITEMS:
+            raise Malformed(f"{n} items in one request; at most {MAX_ITEMS}")
+        return int(n)
+
+    def keys(self, n: int) -> list[Key]:
+        block = self.take(n * KEY_BYTES)
+        return [Key(block[at : at + KEY_BYTES]) for at in range(0, n * KEY_BYTES, KEY_BYTES)]
+
+    def u64s(self, n: int) -> list[int]:
+        values: list[int] = np.frombuffer(self.take(8 * n), dtype="<u8").tolist()
+        return values
+
+    def f64s(self, n: int) -> list[float]:
+        values: list[float] = np.frombuffer(self.take(8 * n), dtype="<f8").tolist()
+        return values
+
+    def end(self) -> None:
+        if self.at != len(self.meta):
+            raise Malformed(f"{len(self.meta) - self.at} bytes too many")
+
+
+def _u64s(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype="<u8").tobytes()
+
+
+def pack_keys(keys: Sequence[Key]) -> bytes:
+    return b"".join((_U32.pack(len(keys)), *keys))
+
+
+def unpack_keys(meta: bytes) -> list[Key]:
+    """Raises `Malformed`, as all `unpack_…` do."""
+    reader = _Reader(meta)
+    keys = reader.keys(reader.count())
+    reader.end()
+    return keys
+
+
+def pack_get(keys: Sequence[Key], offsets: Sequence[int], lengths: Sequence[int]) -> bytes:
+    return b"".join((_U32.pack(len(keys)), *keys, _u64s(offsets), _u64s(lengths)))
+
+
+def unpack_get(meta: bytes) -> GetRequest:
+    reader = _Reader(meta)
+    n = reader.count()
+    request = GetRequest(reader.keys(n), reader.u64s(n), reader.u64s(n))
+    reader.end()
+    return request
+
+
+def pack_put(keys: Sequence[Key], sizes: Sequence[int], parents: Sequence[Key | None]) -> bytes:
+    has = bytes([parent is not None for parent in parents])
+    known = [parent for parent in parents if parent is not None]
+    return b"".join((_U32.pack(len(keys)), *keys, _u64s(sizes), has, *known))
+
+
+def unpack_put(meta: bytes) -> PutRequest:
+    reader = _Reader(meta)
+    n = reader.count()
+    keys, sizes, has = reader.keys(n), reader.u64s(n), reader.take(n)
+    if any(flag > 1 for flag in has):
+        raise Malformed("a has-parent flag that is neither 0 nor 1")
+    known = iter(reader.keys(sum(has)))
+    reader.end()
+    return PutRequest(keys, sizes, [next(known) if flag else None for flag in has])
+
+
+def pack_data(ticket: int) -> bytes:
+    return _U64.pack(ticket)
+
+
+def unpack_data(meta: bytes) -> int:
+    reader = _Reader(meta)
+    (ticket,) = _U64.unpack(reader.take(8))
+    reader.end()
+    return int(ticket)
+
+
+def pack_outcomes(codes: Sequence[int], sizes: Sequence[int], notes: Sequence[tuple[int, str]] = ()) -> bytes:
+    """`notes`: (index, message) of items that failed."""
+    tail: bytes = msgpack.packb([list(note) for note in notes]) if notes else b""
+    return b"".join((_U32.pack(len(codes)), bytes(codes), _u64s(sizes), _U32.pack(len(tail)), tail))
+
+
+def unpack_outcomes(meta: bytes) -> tuple[list[Code], list[int], dict[int, str]]:
+    """(codes, sizes, messages by index)."""
+    reader = _Reader(meta)
+    n = reader.count()
+    raw, sizes = reader.take(n), reader.u64s(n)
+    (tail_nbytes,) = _U32.unpack(reader.take(4))
+    tail = reader.take(tail_nbytes)
+    reader.end()
+    try:
+        codes = [*map(Code, raw)]
+    except ValueError as error:
+        raise Malformed(str(error)) from error
+    notes: dict[int, str] = {}
+    if tail:
+        try:
+            pairs = msgpack.unpackb(tail, raw=False, max_array_len=MAX_ITEMS, max_str_len=1 << 16)
+            notes = {int(index): str(message) for index, message in pairs}
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise Malformed(f"notes that are no msgpack list: {error}") from error
+    return codes, sizes, notes
+
+
+def pack_ticket(ticket: int, outcomes: bytes) -> bytes:
+    return _U64.pack(ticket) + outcomes
+
+
+def unpack_ticket(meta: bytes) -> tuple[int, bytes]:
+    """(ticket, the outcomes behind it)."""
+    reader = _Reader(meta)
+    (ticket,) = _U64.unpack(reader.take(8))
+    return int(ticket), meta[8:]
+
+
+def pack_list(cursor: int, page: int) -> bytes:
+    return _LIST.pack(cursor, page)
+
+
+def unpack_list(meta: bytes) -> tuple[int, int]:
+    """(cursor, page)."""
+    reader = _Reader(meta)
+    cursor, page = _LIST.unpack(reader.take(_LIST.size))
+    reader.end()
+    return int(cursor), int(page)
+
+
+def pack_page(page: ListPage) -> bytes:
+    stamps = np.array(page.last_used, dtype="<f8").tobytes()
+    return b"".join((_U64.pack(page.cursor), _U32.pack(len(page.keys)), *page.keys, _u64s(page.sizes), stamps))
+
+
+def unpack_page(meta: bytes) -> ListPage:
+    reader = _Reader(meta)
+    (cursor,) = _U64.unpack(reader.take(8))
+    n = reader.count()
+    page = ListPage(int(cursor), reader.keys(n), reader.u64s(n), reader.f64s(n))
+    reader.end()
+    return page

@@ -1,0 +1,158 @@
+"""`kvstore serve`: a node of its own process. See `kvstore_backends.node_server`.
+
+When it is ready it prints one line to standard output, which names the addresses (with `--json` an object with
+`address`, `unix`, `namespaces`, `memory_bytes` and `pid`). At SIGTERM or SIGINT it takes no more connections, lets
+requests under way end, writes what waits for the disk, and ends with status 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from kvstore.options import Option, show_value
+from kvstore_backends.node_server import NodeServer
+from kvstore_transport import Limits
+
+from .serve_options import NAMESPACE_OPTIONS, SERVER_OPTIONS, Settings, load_settings
+
+__all__ = ["serve"]
+
+_META = "kvstore_cli.order"
+
+
+class _Serve(click.Command):
+    """Keeps the order of the options: what follows `--namespace` belongs to it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.meta[_META] = [parameter.name for parameter in order]
+        return super().parse_args(ctx, args)
+
+
+def _flag(option: Option) -> click.Option:
+    """Values stay text: `kvstore.options` reads them, with the messages of all other sources."""
+    name = option.name.replace("_", "-")
+    default = "" if option.default in (None, "", False) else f" Default: {show_value(option, option.default)}."
+    if option.kind == "bool":
+        declaration = f"--{name}/--no-{name}" if option.default else f"--{name}"
+        return click.Option([option.name, declaration], is_flag=True, default=None, help=option.doc + default)
+    metavar = {"listen": "HOST:PORT", "http": "HOST:PORT", "disk": "URL"}.get(option.name, option.kind.upper())
+    if option.name.endswith(("_file", "_cert", "_key", "_ca")) or option.name == "unix":
+        metavar = "FILE"
+    return click.Option(
+        [option.name, f"--{name}"], multiple=True, metavar="|".join(option.choices) or metavar,
+        help=option.doc + default, hidden=option.name == "http",
+    )  # fmt: skip
+
+
+_NAMESPACE = click.Option(
+    ["namespace", "--namespace"], multiple=True, metavar="NAME",
+    help="A further namespace. What follows of --token-file, --memory, --policy, --disk, --ttl and --ttl-from, up to "
+    "the next --namespace, belongs to it.",
+)  # fmt: skip
+
+
+def _in_order(ctx: click.Context) -> list[tuple[str, object]]:
+    """(option, value) as they stand on the command line."""
+    left = {name: list(value) if isinstance(value, tuple) else [value] for name, value in ctx.params.items()}
+    return [(name, left[name].pop(0)) for name in ctx.meta[_META] if name not in ("config", "as_json") and left[name]]
+
+
+def _serve(config: str, as_json: bool, **_: object) -> int:
+    """Offer memory and disk of this host to other processes and hosts, until SIGTERM.
+
+    Sizes and durations carry units: 16GiB, 200ms, 1d. Options also come from a YAML file (--config, or
+    KVSTORE_SERVE_CONFIG) and from KVSTORE_SERVE_<OPTION>; flags win over the environment, that over the file.
+    """
+    settings = load_settings(_in_order(click.get_current_context()), config_file=config)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    stop = _stop_on_signals()
+    with open_node(settings) as node:
+        _announce(node, settings, as_json=as_json)
+        stop.wait()
+        node.close(settings.server["drain_timeout"])
+    return 0
+
+
+def open_node(settings: Settings) -> NodeServer:
+    """The node that `settings` describe. Raises `ConfigError`."""
+    server = settings.server
+    named = [namespace for namespace in settings.namespaces if namespace.name]
+    default: dict[str, Any] = {"default_namespace": False}
+    for namespace in settings.namespaces:
+        if not namespace.name:
+            default = {
+                "policy": namespace.policy, "disk": namespace.disk, "ttl": namespace.ttl,
+                "ttl_from": namespace.ttl_from, "token": namespace.token,
+            }  # fmt: skip
+    return NodeServer(
+        server["listen"],
+        unix_path=server["unix"],
+        memory_bytes=server["memory"],
+        namespaces=named,
+        insecure=server["insecure"],
+        tls_cert=server["tls_cert"],
+        tls_key=server["tls_key"],
+        tls_client_ca=server["tls_client_ca"],
+        transports=server["transport"],
+        client_bytes=server["client_memory"],
+        share=server["memory_share"],
+        limits=Limits(
+            max_body=server["max_request"], connections=server["connections"], stall_s=server["stall_timeout"]
+        ),
+        **default,
+    )
+
+
+def _stop_on_signals() -> threading.Event:
+    """Set by the first SIGTERM or SIGINT; the second one has its usual effect."""
+    stop = threading.Event()
+
+    def ask(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask)
+    return stop
+
+
+def _announce(node: NodeServer, settings: Settings, *, as_json: bool) -> None:
+    memory = settings.server["memory"]
+    names = [*node.namespaces]
+    if as_json:
+        line = json.dumps({
+            "address": node.address, "unix": node.unix_path, "namespaces": names, "memory_bytes": memory,
+            "tls": node.secure, "pid": os.getpid(),
+        })  # fmt: skip
+    else:
+        size = next(option for option in NAMESPACE_OPTIONS if option.name == "memory")
+        where = " and ".join(filter(None, (node.address, node.unix_path)))
+        shown = ", ".join(name or "default" for name in names)
+        line = f"kvstore serve: listening on {where}; {show_value(size, memory)} of memory; namespaces: {shown}"
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # whoever started it does not listen
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parameters() -> Sequence[click.Parameter]:
+    return [
+        *map(_flag, SERVER_OPTIONS),
+        *map(_flag, NAMESPACE_OPTIONS),
+        _NAMESPACE,
+        click.Option(["config", "--config"], default="", metavar="FILE", help="YAML with the same options."),
+        click.Option(["as_json", "--json"], is_flag=True, help="Print the line as JSON."),
+    ]
+
+
+serve = _Serve("serve", callback=_serve, params=list(_parameters()), help=_serve.__doc__)

@@ -1,0 +1,265 @@
+"""The options of `kvstore serve`, and where they come from: defaults < file < environment < flags.
+
+    listen: 0.0.0.0:7100
+    memory: 64GiB
+    token_file: /run/secrets/kvstore
+    disk: file:///nvme/kv?bytes=400GiB
+    ttl: 1d
+    namespaces:
+      team-a: {token_file: /run/secrets/team-a, memory: 16GiB, disk: "file:///nvme/team-a?bytes=100GiB"}
+
+The environment has `KVSTORE_SERVE_<OPTION>`, and tokens in `KVSTORE_SERVE_TOKEN` and `KVSTORE_SERVE_TOKEN_<NAMESPACE>`
+(other characters than letters and digits as underscores). On the command line, what follows `--namespace NAME` belongs
+to that namespace. A token never stands in the file or on the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.config import read_yaml
+from kvstore.errors import ConfigError
+from kvstore.eviction import POLICIES
+from kvstore.options import Option, unknown_option
+from kvstore.registry import Given
+from kvstore_backends.node_server import Namespace
+
+__all__ = ["NAMESPACE_OPTIONS", "SERVER_OPTIONS", "Settings", "load_settings"]
+
+_PREFIX = "KVSTORE_SERVE_"
+_TOKEN = "TOKEN"
+_CONFIG = "CONFIG"
+_NAMESPACES = "namespaces"
+_MOST_TOKEN_BYTES = 4096
+# Kubernetes sets these in every pod of a namespace that has a service called "kvstore-serve" or "kvstore-serve-…".
+_SERVICE_VARIABLES = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_.*)?)")
+
+NAMESPACE_OPTIONS = (
+    Option(
+        "token_file", "str", "",
+        "File with the secret that clients must prove to know; without one the namespace is open to whoever connects.",
+    ),
+    Option(
+        "memory", "size", 1 << 30, "Memory for records; of the node all of it, of a namespace its own part.",
+        minimum=4096,
+    ),
+    Option(
+        "policy", "choice", "lru", "What goes when the memory is full; none: new records are refused.",
+        choices=tuple(POLICIES),
+    ),
+    Option("disk", "str", "", "Folder below the memory, file:///nvme/kv?bytes=400GiB; each namespace has its own."),
+    Option("ttl", "duration", None, "Age at which records go; not set: never.", minimum=1e-3),
+    Option("ttl_from", "choice", "use", "The age counts from the last use or from the put.", choices=("use", "put")),
+)  # fmt: skip
+"""Options that the default namespace and each further one have. `policy`, `ttl` and `ttl_from` of a namespace are
+those of the node, unless it has its own."""
+
+SERVER_OPTIONS = (
+    Option("listen", "str", "", "HOST:PORT for TCP; port 0 takes any that is free, :PORT all addresses."),
+    Option("unix", "str", "", "Path of a Unix socket, for clients on this host: they read records in place."),
+    Option("transport", "str", "auto", "How bodies may travel: auto, or tcp, shm, ucx with commas between."),
+    Option("tls_cert", "str", "", "PEM file with the certificate chain; switches TLS on, for TCP."),
+    Option("tls_key", "str", "", "PEM file with its key."),
+    Option("tls_client_ca", "str", "", "PEM file; clients must show a certificate that it signed."),
+    Option("insecure", "bool", False, "Listen on any address although a namespace has no token."),
+    Option("default_namespace", "bool", True, "Whether there is a default namespace besides the named ones."),
+    Option(
+        "client_memory", "size", 128 << 20, "What one client may hold of a namespace's memory at a time.",
+        minimum=64 << 10,
+    ),
+    Option(
+        "memory_share", "float", 0.5, "Part of a namespace's memory that its clients may hold together at a time.",
+        minimum=0.01, maximum=0.9,
+    ),
+    Option("max_request", "size", 256 << 20, "Longest body of a request or reply, so also of a record.", minimum=4096),
+    Option("connections", "int", 4096, "Connections at a time; one more is told to come again.", minimum=1),
+    Option(
+        "stall_timeout", "duration", 30.0, "A client that makes no progress for so long loses its connection.",
+        minimum=0.1,
+    ),
+    Option("drain_timeout", "duration", 10.0, "At SIGTERM, for requests under way, and again for the disk."),
+    Option("http", "str", "", "Comes with operations; refused here."),
+)  # fmt: skip
+"""Options of the node as a whole."""
+
+_BY_NAME = {option.name: option for option in (*SERVER_OPTIONS, *NAMESPACE_OPTIONS)}
+_OF_NAMESPACE = {option.name: option for option in NAMESPACE_OPTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to serve.
+
+    Attributes:
+        server: typed values of `SERVER_OPTIONS`, and `memory`: of the node.
+        namespaces: the default one first, if there is one.
+    """
+
+    server: Mapping[str, Any]
+    namespaces: Sequence[Namespace]
+
+
+class _Layers:
+    """Options as they are gathered, one source after the other; a later one wins."""
+
+    def __init__(self) -> None:
+        self.node: dict[str, Any] = {}
+        self.spaces: dict[str, dict[str, Any]] = {}
+        self.tokens: dict[str, Given] = {}  # by the end of the variable's name; "" for the default namespace
+
+    def add(self, name: str, given: Given) -> None:
+        if name not in _BY_NAME:
+            raise ConfigError(f"{unknown_option(name, [*_BY_NAME, _NAMESPACES], where='serve')} ({given.source})")
+        self.node[name] = given.parse(_BY_NAME[name])
+
+    def add_to_space(self, space: str, name: str, given: Given) -> None:
+        options = self.open_space(space, given.source)
+        if name not in _OF_NAMESPACE:
+            raise ConfigError(
+                f"{unknown_option(name, _OF_NAMESPACE, where=f'namespace {space[:80]!r}')} ({given.source})"
+            )
+        options[name] = given.parse(_OF_NAMESPACE[name])
+
+    def open_space(self, space: str, source: str) -> dict[str, Any]:
+        if not space:
+            raise ConfigError(f"a namespace without a name ({source}); the default one has the options of the node")
+        return self.spaces.setdefault(space, {})
+
+    def add_file(self, path: str) -> None:
+        source = f"in {path}"
+        for name, value in read_yaml(path).items():
+            if name in ("token", _TOKEN):
+                raise ConfigError(f"a token must not stand in the configuration file ({source}); name a 'token_file'")
+            if name != _NAMESPACES:
+                self.add(name, Given(value, source))
+                continue
+            if not isinstance(value, dict) or not all(isinstance(space, str) for space in value):
+                raise ConfigError(f"option {_NAMESPACES!r} must map names to options ({source})")
+            for space, options in value.items():
+                self.open_space(space, source)
+                if options is None:
+                    continue
+                if not isinstance(options, dict):
+                    raise ConfigError(f"namespace {space[:80]!r} must have a map of options ({source})")
+                if "token" in options:
+                    raise ConfigError(f"a token must not stand in the configuration file ({source})")
+                for option, given in options.items():
+                    self.add_to_space(space, str(option), Given(given, source))
+
+    def add_environment(self, env: Mapping[str, str]) -> None:
+        for variable in sorted(name for name in env if name.startswith(_PREFIX)):
+            name = variable.removeprefix(_PREFIX)
+            given = Given(env[variable], f"from environment variable {variable}")
+            if name == _TOKEN or (name.startswith(f"{_TOKEN}_") and name != "TOKEN_FILE"):
+                self.tokens[name.removeprefix(_TOKEN).removeprefix("_")] = given
+            elif name != _CONFIG and not (name.lower() not in _BY_NAME and _SERVICE_VARIABLES.fullmatch(name)):
+                self.add(name.lower(), given)
+
+    def add_flags(self, flags: Sequence[tuple[str, object]]) -> None:
+        space = ""
+        seen: set[tuple[str, str]] = set()
+        for name, value in flags:
+            source = f"from --{name.replace('_', '-')}"
+            if name == "namespace":
+                space = str(value)
+                self.open_space(space, source)
+            if (space, name) in seen:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is given twice{f' for namespace {space[:80]!r}' if space else ''}"
+                )
+            seen.add((space, name))
+            if name == "namespace":
+                continue
+            if space and name in _OF_NAMESPACE:
+                self.add_to_space(space, name, Given(value, source))
+            else:
+                self.add(name, Given(value, source))
+
+    def settings(self) -> Settings:
+        node = {name: self.node.get(name, option.default) for name, option in _BY_NAME.items()}
+        if node["http"]:
+            raise ConfigError("option 'http' comes with operations, and is not there yet; leave it out")
+        default: list[tuple[str, dict[str, Any]]] = [("", {**node, "memory": 0})] if node["default_namespace"] else []
+        inherited = {name: node[name] for name in ("policy", "ttl", "ttl_from")}
+        own = {option.name: option.default for option in NAMESPACE_OPTIONS} | {"memory": 0} | inherited
+        spaces = [*default, *((name, own | options) for name, options in self.spaces.items())]
+        variables: dict[str, str] = {}
+        for name, _ in spaces:
+            if variables.setdefault(_variable(name), name) != name:
+                raise ConfigError(
+                    f"namespaces {variables[_variable(name)]!r} and {name!r} have the same environment variable, "
+                    f"{_PREFIX}{_TOKEN}_{_variable(name)}; rename one"
+                )
+        if strangers := sorted(self.tokens.keys() - variables.keys()):
+            where = self.tokens[strangers[0]].source.removeprefix("from ")
+            raise ConfigError(f"{where} is set, but there is no namespace of that name")
+        return Settings(node, [_namespace(name, options, self.tokens.get(_variable(name))) for name, options in spaces])
+
+
+def _variable(namespace: str) -> str:
+    """What the environment variable for the token of a namespace ends with."""
+    return re.sub(r"[^A-Za-z0-9]", "_", namespace).upper()
+
+
+def _namespace(name: str, options: Mapping[str, Any], given: Given | None) -> Namespace:
+    path = options["token_file"]
+    shown = f"namespace {name[:80]!r}" if name else "the default namespace"
+    if path and given is not None:
+        raise ConfigError(f"{shown} has a token_file, and a token {given.source}; give one of them")
+    token = b""
+    if path:
+        token = _token_of(path)
+    elif given is not None:
+        token = str(given.value).strip().encode()
+        if not token:
+            raise ConfigError(f"the token of {shown} is empty ({given.source}); unset the variable, or give a token")
+    return Namespace(
+        name,
+        token,
+        options["memory"],
+        options["policy"],
+        options["disk"],
+        math.inf if options["ttl"] is None else options["ttl"],
+        options["ttl_from"],
+    )
+
+
+def _token_of(path: str) -> bytes:
+    """The token in a file, without white space around it."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MOST_TOKEN_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error.strerror or error}") from error
+    token = data.strip()
+    if not token or len(data) > _MOST_TOKEN_BYTES:
+        raise ConfigError(f"the token file {path} is empty, or longer than {_MOST_TOKEN_BYTES} bytes")
+    return token
+
+
+def load_settings(
+    flags: Sequence[tuple[str, object]], *, config_file: str = "", env: Mapping[str, str] | None = None
+) -> Settings:
+    """Gather the options of `kvstore serve`.
+
+    Args:
+        flags: (option, value) as on the command line, in that order; `namespace` begins one.
+        config_file: YAML; "": the one that `KVSTORE_SERVE_CONFIG` names, if any.
+        env: the environment; None means this process's.
+
+    Raises:
+        ConfigError: an unknown option, or a bad, empty or missing value; names the option and its source.
+    """
+    env = os.environ if env is None else env
+    layers = _Layers()
+    path = config_file or env.get(_PREFIX + _CONFIG, "")
+    if path:
+        layers.add_file(path)
+    layers.add_environment(env)
+    layers.add_flags(flags)
+    return layers.settings()

@@ -1,0 +1,86 @@
+"""`TlsControl`: the control connection over TLS. Both directions, frames and bodies, are encrypted.
+
+Python's own timeouts are used, since OpenSSL does not come back from a blocking read when SO_RCVTIMEO passed. A TLS
+record is at most 16 KiB (RFC 8446, 5.1), and OpenSSL makes one per call: small pieces are joined before.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+import time
+from collections.abc import Iterable, Iterator
+
+from .control import Control, Part
+
+__all__ = ["TlsControl"]
+
+_JOIN_BYTES = 64 << 10
+
+
+class TlsControl(Control):
+    """As `Control`, and for one thread at a time but for `abort` and `peer_gone`: OpenSSL's objects are not for two."""
+
+    encrypted = True
+    _sock: ssl.SSLSocket
+
+    def __init__(self, sock: ssl.SSLSocket, peer: str, *, stall_s: float = 30.0) -> None:
+        super().__init__(sock, peer, stall_s=stall_s)
+        self._timeout = math.inf
+
+    def _arm_both(self, wait: float) -> None:
+        if not wait / 2 <= self._timeout <= wait:
+            self._timeout = wait if wait == math.inf else min(wait * 0.75 if wait > 0.1 else wait, 1e6)
+            self._sock.settimeout(None if wait == math.inf else self._timeout)
+
+    def _send(self, parts: list[Part], deadline: float) -> None:
+        since = time.monotonic()
+        for joined in _joined(parts):
+            piece = memoryview(joined)
+            while piece:
+                self._arm_both(self._patience(deadline, since, "sending"))
+                try:
+                    piece = piece[self._sock.send(piece) :]
+                    since = time.monotonic()
+                except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    continue
+                except OSError as error:
+                    raise self._lost("sending", error) from error
+
+    def _receive(self, view: memoryview, deadline: float, *, stall: bool = True) -> None:
+        since = time.monotonic() if stall else None
+        while True:
+            self._arm_both(self._patience(deadline, since, "receiving"))
+            try:
+                got = self._sock.recv_into(view)
+            except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                continue
+            except OSError as error:
+                raise self._lost("receiving", error) from error
+            if got == len(view):
+                return
+            if not got:
+                raise self._lost("receiving", None)
+            view, since = view[got:], time.monotonic()
+
+    def _scatter(self, views: list[memoryview], deadline: float) -> None:
+        for view in views:
+            self._receive(view, deadline)
+
+    def _receive_bytes(self, nbytes: int, deadline: float) -> bytes:
+        return self._rest(b"", nbytes, deadline)
+
+
+def _joined(parts: Iterable[Part]) -> Iterator[Part | bytearray]:
+    """Small parts joined up to 64 KiB, larger ones as they are."""
+    small = bytearray()
+    for part in parts:
+        if len(small) + len(part) > _JOIN_BYTES and small:
+            yield small
+            small = bytearray()
+        if len(part) >= _JOIN_BYTES:
+            yield part
+        else:
+            small += part
+    if small:
+        yield small
