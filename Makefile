@@ -51,6 +51,9 @@ bench: $(STAMP) ## every figure of docs/figures.md that this machine can give
 	$(BIN)/python tests/bench/bench_codecs.py --json out/codecs.json
 	$(BIN)/python tests/bench/import_time.py
 	$(BIN)/python tests/bench/bench_scale.py --json out/scale.json
+	for transport in tcp shm ucx; do $(BIN)/kvstore-bench io node://local --transport $$transport --sizes 16MiB --json out/node_$$transport.json || exit 1; done
+	$(BIN)/kvstore-bench io node://local --transport tcp --sizes 16KiB --batch 1024 --json out/node_tcp_small.json
+	$(BIN)/kvstore-bench compare mooncake --json out/mooncake.json
 	@echo 'S3 (minutes): $(BIN)/python tests/bench/bench_s3.py --tls --json out/s3.json'
 	@echo 'against LMCache (needs an environment with lmcache 0.5.6): $(BIN)/python tests/bench/bench_s3_lmcache.py --lmcache-python PATH --json out/s3_lmcache.json'
 

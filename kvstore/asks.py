@@ -191,13 +191,16 @@ class Asker:
                 except CorruptRecord:
                     suspects.append((key, buffer.nbytes))
                     unusable.append(buffer)
-                except ClosedError:  # memory of another process, which has gone
+                except ClosedError:  # memory of another process that has gone, or given back already
                     unusable.append(buffer)
             good = True
         finally:  # before a second look: a lease must not keep its record from being put aside
             for buffer in unusable if good else leases:
                 if buffer is not None:
-                    buffer.release()
+                    try:
+                        buffer.release()
+                    except ClosedError:  # nobody's any more; the others must be given back all the same
+                        pass
         try:
             for key, nbytes in suspects:
                 self._condemn(target, key, nbytes, deadline)

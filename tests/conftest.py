@@ -33,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[_CANARY] = "1"  # a pool fills free memory with 0xA5, and checks it before it hands it out
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Last those that leave things behind: what a library closes later would count against the test of that moment."""
+    items.sort(key=lambda item: item.get_closest_marker("leaves") is not None)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _canary_before is None:
         os.environ.pop(_CANARY, None)

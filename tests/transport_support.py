@@ -76,8 +76,10 @@ REMOTE = [kind for kind in KINDS if kind.over != "inproc"]
 
 def params(kinds: Sequence[Kind]) -> list[Any]:
     """For `pytest.fixture(params=…)`."""
-    leaves = pytest.mark.leaves("the UCX context and its threads are the process's")
-    return [pytest.param(kind, id=kind.name, marks=[leaves] if kind.transport == "ucx" else []) for kind in kinds]
+    leaves = pytest.mark.leaves("the UCX context and its descriptors are the process's")
+    return [
+        pytest.param(kind, id=kind.name, marks=[leaves] if kind.transport.startswith("ucx") else []) for kind in kinds
+    ]
 
 
 def soon(seconds: float = 30.0) -> float:
@@ -286,11 +288,12 @@ class Remote(NamedTuple):
 
 
 @contextmanager
-def remote(kind: Kind, folder: Path, *, listen: str = "") -> Iterator[Remote]:
-    """A server process, killed at the end. `listen`: at this place and no other. TLS is not offered."""
+def remote(kind: Kind, folder: Path, *, listen: str = "", code: str = "") -> Iterator[Remote]:
+    """A server process, killed at the end. `listen`: at this place and no other. `code`: what the process runs instead
+    of this module, with the same arguments. TLS is not offered."""
     place = listen or (str(folder / f"{os.urandom(3).hex()}.sock") if kind.over == "unix" else "127.0.0.1:0")
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.transport_support", kind.name, place],
+        [sys.executable, *(["-c", code] if code else ["-m", "tests.transport_support"]), kind.name, place],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -34,7 +34,10 @@ _NEEDED = (
 )
 _serial = itertools.count()
 
-pytestmark = pytest.mark.leaves("Mooncake's library keeps sockets and event loops for the life of the process")
+pytestmark = [
+    pytest.mark.leaves("Mooncake's library keeps sockets and event loops for the life of the process"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import kvstore
 from kvstore.backend import Outcome, Status
 from kvstore.errors import PermanentError
 from kvstore.store import Store
-from tests.faults.s3_link import BODY, BUCKET, OPERATIONS, SIZE, SLACK_S, bad_link, begin_with_one_record
+from tests.faults.s3_link import BODY, BUCKET, OPERATIONS, SIZE, SLACK_S, STALLED_S, bad_link, begin_with_one_record
 from tests.servers.fault_proxy import Answer, Cut, FaultProxy, Flip, Link, Request, Silence
 from tests.servers.null_server import NullServer
 from tests.servers.s3_support import all_of, error_of, get, secrets, url
@@ -62,7 +62,7 @@ FROM_PROFILE = {"profile": "test", "access_key_id": None, "secret_access_key": N
 def test_credentials_that_expire_under_64_lanes_are_fetched_once(
     null_proxy: FaultProxy, stored: bytes, profile: Callable[[], int]
 ) -> None:
-    with bad_link(null_proxy, **FROM_PROFILE, lanes=64, meta_lanes=64, read_timeout=5.0) as backend:
+    with bad_link(null_proxy, **FROM_PROFILE, lanes=64, meta_lanes=64) as backend:
         assert get(backend, "k", SIZE)[0].status is Status.OK
         assert profile() == 1
 
@@ -92,7 +92,7 @@ def test_credentials_are_refreshed_before_they_end(
     null_proxy: FaultProxy, stored: bytes, profile: Callable[[], int], tmp_path: Path
 ) -> None:
     (tmp_path / "seconds").write_text("660")  # botocore refreshes 15 minutes ahead if it can, 10 if it must
-    with bad_link(null_proxy, **FROM_PROFILE, read_timeout=5.0) as backend:
+    with bad_link(null_proxy, **FROM_PROFILE) as backend:
         (tmp_path / "seconds").write_text("3600")
         for _ in range(5):
             assert get(backend, "k", 1000)[0].status is Status.OK
@@ -114,7 +114,7 @@ def test_credentials_that_stay_expired_are_an_error_that_says_so(null_proxy: Fau
 
 @contextmanager
 def store_over(endpoint: str, **options: Any) -> Iterator[Store]:
-    fields = {"connect_timeout": 0.3, "read_timeout": 0.5, "conditional_writes": "on", "miss_memory": 0.0}
+    fields = {"connect_timeout": 1.0, "read_timeout": STALLED_S, "conditional_writes": "on", "miss_memory": 0.0}
     own = {
         name: options.pop(name) for name in list(options) if name in ("breaker_failures", "breaker_interval", "lanes")
     }
@@ -158,7 +158,7 @@ def test_six_faults_of_the_link_cost_retries_not_hits(null_proxy: FaultProxy) ->
         ):  # fmt: skip
             null_proxy.next(fault, only="GET")
             into = bytearray(SIZE)
-            assert store.get_many(["six"], into=[into], timeout=5.0) == [SIZE], fault
+            assert store.get_many(["six"], into=[into], timeout=20.0) == [SIZE], fault
             assert into == BODY
             assert null_proxy.pending == 0, fault
 
@@ -179,12 +179,12 @@ def test_a_black_hole_costs_each_call_its_deadline_then_next_to_nothing(null_pro
             start = time.monotonic()
             assert calls[operation]() in ([None], 0, False)
             times.append(time.monotonic() - start)
-        assert max(times) < 0.3 + SLACK_S
-        assert sorted(times)[len(times) // 2] < 0.05, "most were refused by the breaker"
+        assert sorted(times)[-3] < 0.3 + SLACK_S, "but for a machine that stalls"
+        assert sorted(times)[len(times) // 2] < 0.1, "most were refused by the breaker"
         null_proxy.recover()
         start = time.monotonic()
         while not store.get_many(["here"], into=[bytearray(5)], timeout=0.5)[0]:
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 20.0
             time.sleep(0.02)
 
 
@@ -194,7 +194,7 @@ def test_a_throttling_storm(null_server: NullServer) -> None:
     with store_over(null_server.endpoint, lanes=16) as store:
         assert all(outcome.stored for outcome in store.put_many(dict.fromkeys(keys, b"x" * 1000)))
         answers: list[int] = []
-        slowest = [0.0]
+        times: list[float] = []
         stop = threading.Event()
 
         def work(number: int) -> None:
@@ -202,7 +202,7 @@ def test_a_throttling_storm(null_server: NullServer) -> None:
             while not stop.is_set():
                 start = time.monotonic()
                 found = store.get_many([keys[turn % 64]], into=[bytearray(1000)], timeout=0.5)
-                slowest[0] = max(slowest[0], time.monotonic() - start)
+                times.append(time.monotonic() - start)
                 answers.append(int(found[0] is not None))
                 turn += 7
 
@@ -216,15 +216,15 @@ def test_a_throttling_storm(null_server: NullServer) -> None:
         finally:
             stop.set()
             for thread in threads:
-                thread.join(10)
+                thread.join(60)
             requests = null_server.stats()["requests"] - before
             null_server.set(slowdown_percent=0)
         assert not any(thread.is_alive() for thread in threads)
         assert requests <= 3 * len(answers), f"{requests} requests for {len(answers)} reads"
-        assert slowest[0] < 0.5 + 1.0, "200 threads share two cores here"
+        assert sorted(times)[len(times) // 2] < 0.5 + SLACK_S
         start = time.monotonic()
         while store.get_many(keys[:1], into=[bytearray(1000)], timeout=1.0) != [1000]:
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 20.0
             time.sleep(0.05)
 
 

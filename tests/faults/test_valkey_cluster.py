@@ -19,7 +19,7 @@ from kvstore_backends.valkey.names import record_name, slot_of
 from tests.servers.valkey import Cluster, Server, needs_server, until
 from tests.servers.valkey_doubles import Scripted, Words, array, bulk, hello
 
-SLACK_S = 1.0
+SLACK_S = 5.0
 PREFIX = "moving/"
 
 

@@ -98,9 +98,19 @@ def test_wrong_credentials_name_what_to_check(
     assert names_in(seaweedfs, s3_bucket) == []
 
 
-def test_a_bucket_that_is_not_there_is_named(seaweedfs: SeaweedFS) -> None:
-    with opened(seaweedfs.endpoint, "no-such-bucket") as backend:
-        error_of(get(backend, "k", 1)[0], PermanentError, "no bucket no-such-bucket")
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_bucket_that_is_not_there_is_named(
+    seaweedfs: SeaweedFS, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by a lookup, whose HEAD looks the same with and without a bucket; and once in the log, for those who see
+    misses only."""
+    said = "there is no bucket no-such-bucket"
+    for _ in range(2):
+        with opened(seaweedfs.endpoint, "no-such-bucket", client=client) as backend:
+            error_of(backend.stat([key("k")], deadline=soon())[0], PermanentError, said)
+            error_of(get(backend, "k", 1)[0], PermanentError, said)
+            error_of(backend.stat([key("k")], deadline=soon())[0], PermanentError, said)
+    assert [said in record.getMessage() for record in caplog.records] == [True, True]
 
 
 # Races.

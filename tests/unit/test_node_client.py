@@ -256,15 +256,15 @@ def folder() -> Iterator[Path]:
 def test_a_lease_is_refused_once_its_memory_may_be_gone(folder: Path) -> None:
     node = NodeServer("", unix_path=folder / "s", memory_bytes=1 << 20)
     with contextlib.closing(client(node.unix_path, transport="shm")) as backend:
-        put(backend, {key("k"): data(5000)})
+        put(backend, {key("k"): data(300_000)})
         (lease,) = backend.lease([key("k")], deadline=soon())
         assert isinstance(lease, NodeLease)
         assert lease.intact
-        assert lease.view == data(5000)
+        assert lease.view == data(300_000)
         assert lease.view.readonly
         second, third = lease.readonly(), lease.retain()
         lease.release()
-        assert second.view == data(5000)
+        assert second.view == data(300_000)
         node.close()
         wait_until(lambda: not second.intact, "the lease notices that the node is gone")
         for each in (second, third):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -430,6 +431,7 @@ def test_a_stranger_is_no_trouble(opened: Callable[..., NodeServer]) -> None:
     host, _, port = node.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
-        assert sock.recv(1000)[:4] in (b"", b"KVT1")
+        with contextlib.suppress(ConnectionResetError):  # what it sent was not read to its end
+            assert sock.recv(1000)[:4] in (b"", b"KVT1")
     with dial(node) as channel:
         assert channel.call(Op.INFO, b"", deadline=soon()).status == Reply.OK

@@ -105,3 +105,17 @@ def test_bad_input_is_named(names: list[str], weights: list[float] | None, repli
 def test_any_names_and_keys_work(names: list[str], digest: bytes) -> None:
     order = Placement(names, replicas=len(names)).order(Key(digest))
     assert sorted(order) == list(range(len(names)))
+
+
+def test_the_nearest_replica_is_first_and_nearness_chooses_none() -> None:
+    """Each process has distances of its own; which backends hold a key they all agree on."""
+    names = ["a", "b", "c", "d"]
+    anywhere = Placement(names, replicas=2)
+    for distances in ([0, 1, 1, 1], [2, 2, 0, 1], [1, 1, 1, 1], [3, 2, 1, 0]):
+        here = Placement(names, replicas=2, distances=distances)
+        for key in keys(200):
+            order, plain = here.order(key), anywhere.order(key)
+            assert set(order) == set(plain)
+            assert [distances[index] for index in order] == sorted(distances[index] for index in order)
+            if distances[order[0]] == distances[order[1]]:
+                assert order == plain

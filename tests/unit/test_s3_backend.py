@@ -291,6 +291,10 @@ def test_a_lookup_is_one_request_for_each_key_that_is_not_known_to_be_missing() 
 
     with ScriptedServer(script) as server:
         backend = open_s3(server.endpoint, "p/", miss_memory=60.0, hedge_reads=False)
+        assert backend.stat([key(0)], deadline=soon())[
+            0
+        ].ok  # or a miss would be asked about, whether there is a bucket
+        server.asked.clear()
         keys = [key(number) for number in range(100)]
         for asked in (100, 150):
             outcomes = backend.stat(keys + keys[:3], deadline=soon())
@@ -317,6 +321,8 @@ def test_deletes_go_in_batches_with_an_error_for_each_key() -> None:
     def script(asked: Asked) -> Raw:
         if asked.method == "HEAD":
             return answer(404 if key(3).hex() in asked.path else 200, etag='"e"')
+        if asked.method == "GET":  # whether there is a bucket, if the one that is missing is asked for first
+            return error_answer(404, "NoSuchKey")
         assert asked.target.endswith("?delete")
         assert asked.headers["content-md5"]
         body = asked.body.decode()
@@ -408,7 +414,7 @@ def test_quarantine_is_conditional_at_every_step() -> None:
 # Expiry.
 
 
-def aged(seconds: int) -> dict[str, str]:
+def aged(seconds: int) -> dict[str, Any]:
     from email.utils import formatdate
 
     now = time.time()
@@ -570,7 +576,7 @@ def test_stock_clients_keep_deadlines_and_let_go_of_memory(client: str, where: s
         return Raw(whole.data[:1000] if where == "body" and asked.method == "GET" else b"", "hang")
 
     with ScriptedServer(script) as server:
-        backend = open_s3(server.endpoint, client=client, conditional_writes="on", read_timeout=1.0)
+        backend = open_s3(server.endpoint, client=client, conditional_writes="on", read_timeout=20.0)
         begin = time.monotonic()
         memory = bytearray(100_000)
         (outcome,) = backend.get_into([Read(key("k"), memoryview(memory))], deadline=soon(0.3))
@@ -578,7 +584,7 @@ def test_stock_clients_keep_deadlines_and_let_go_of_memory(client: str, where: s
         source = bytearray(200_000)
         (outcome,) = backend.put([Write(key("k"), [memoryview(source)])], deadline=soon(0.3))
         assert isinstance(failure(outcome), TransientError)
-        assert time.monotonic() - begin < 1.2
+        assert time.monotonic() - begin < 10.0
         memory[:] = b"\xa5" * len(memory)
         assert all("expect" not in asked.headers for asked in server.asked)
     backend.close()

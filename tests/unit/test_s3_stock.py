@@ -14,7 +14,7 @@ import pytest
 from moto import mock_aws
 
 from kvstore.backend import Outcome, Read, Status, Write
-from kvstore.errors import TransientError
+from kvstore.errors import ConfigError, TransientError
 from kvstore.keys import Key
 from kvstore_backends.s3 import S3Backend
 from kvstore_backends.s3.client import BodyBroken
@@ -162,6 +162,21 @@ def test_under_mock_aws(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     assert quiet(caplog)
 
 
+@pytest.mark.parametrize("client", ["native", "aioboto3"])
+def test_other_clients_are_refused_under_mock_aws(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would talk to Amazon. To a server of one's own they may talk meanwhile."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    with mock_aws():
+        with pytest.raises(ConfigError, match="only client=boto3 works"):
+            S3Backend(Settings(bucket=BUCKET, region="us-east-1", client=client))
+        with ScriptedServer(lambda asked: answer(200, etag='"e"')) as server:
+            backend = open_s3(server.endpoint, client=client)
+            if client == "native":
+                assert backend.stat([key("k")], deadline=soon())[0].ok
+            backend.close()
+
+
 @pytest.mark.parametrize("sent", [len(DATA), 60_000], ids=["to its end", "cut"])
 def test_bodies_are_read_without_a_word_of_botocore(caplog: pytest.LogCaptureFixture, sent: int) -> None:
     """The timeout is set again for each piece here, and botocore would log an error once there is no socket."""
@@ -196,6 +211,24 @@ class _Stream(io.BytesIO):
     def set_socket_timeout(self, seconds: float) -> None:
         self.asked += 1
         raise AttributeError("no socket")
+
+
+def test_a_body_of_an_old_botocore_is_read() -> None:
+    """Its StreamingBody has no readinto."""
+
+    class Old:
+        def __init__(self) -> None:
+            self._data = io.BytesIO(DATA)
+
+        def read(self, amt: int) -> bytes:
+            return self._data.read(amt)
+
+    rest = _Rest(Old(), len(DATA), soon(), 600.0)
+    memory = memoryview(bytearray(len(DATA)))
+    at = 0
+    while rest.left:
+        at += rest.some(memory[at : at + 30_000])
+    assert bytes(memory) == DATA
 
 
 def test_a_body_of_an_unknown_kind_is_asked_once() -> None:

@@ -114,7 +114,12 @@ def test_a_claimed_length_costs_no_memory() -> None:
     ours, theirs = socket.socketpair()
     control = Control(ours, "liar", stall_s=30.0)
     head = bytearray(pack_header(Header(Kind.REQUEST), bytes(64 << 20)))
-    sender = threading.Thread(target=lambda: (theirs.sendall(bytes(head) + b"12345"), theirs.close()))
+
+    def say() -> None:
+        theirs.sendall(bytes(head) + b"12345")
+        theirs.close()
+
+    sender = threading.Thread(target=say)
     tracemalloc.start()
     try:
         sender.start()

@@ -31,7 +31,6 @@ from kvstore_transport import (
 from kvstore_transport.bodies import Way
 from kvstore_transport.control import Control
 from kvstore_transport.frames import Header, Kind
-from kvstore_transport.seam import Bodies
 from kvstore_transport.stream import StreamBodies, StreamWay
 from tests.servers.certificate import make_certificate
 from tests.transport_support import soon, tls_contexts, wait_until
@@ -42,7 +41,7 @@ HELLO_LIMITS = Limits(max_meta=64 << 10, max_body=0)
 @pytest.fixture(autouse=True)
 def without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its context would stay in this process."""
-    monkeypatch.setattr("kvstore_transport.channel.AUTO", ("shm", "tcp"))
+    monkeypatch.setattr("kvstore_transport.channel.auto", lambda: ("shm", "tcp"))
 
 
 def answer(incoming: Any) -> Answer:
@@ -163,13 +162,14 @@ def test_the_token_never_travels() -> None:
 def test_a_proof_holds_for_its_own_handshake_only() -> None:
     """What one handshake showed is of no use in the next, nor is the server's proof as a client's."""
     with serving(identify=identify) as server:
-        for proof in (
+        proofs: list[Callable[[bytes, bytes], bytes]] = [
             lambda first, challenge: handshake._proof(b"the secret", b"client", b"another", challenge),
             lambda first, challenge: handshake._proof(b"the secret", b"client", first, b"another"),
             lambda first, challenge: handshake._proof(b"the secret", b"server", first, challenge),
             lambda first, challenge: handshake._proof(b"a guess", b"client", first, challenge),
             lambda first, challenge: b"",
-        ):
+        ]
+        for proof in proofs:
             with raw_client(server) as control:
                 first = msgpack.packb(hello(namespace="team"))
                 control.send_frame(Header(Kind.HELLO), first, deadline=soon())
@@ -376,14 +376,23 @@ class FussyWay(StreamWay):
         assert (mine["server"], theirs["server"]) == (True, False)
         return self.disagree
 
-    def open(self, control: Control, *, server: bool, **more: Any) -> Bodies:
+    def open(
+        self,
+        control: Control,
+        *,
+        server: bool,
+        mine: dict[str, object],
+        theirs: dict[str, object],
+        limits: Limits,
+        deadline: float,
+    ) -> StreamBodies:
         if self.broken == ("server" if server else "client"):
             raise ConnectionLost("fussy fell over")
         opened = FussyBodies(control)
         if not server:
-            control.await_frame(Kind.GRANT, 0, limits=HELLO_LIMITS, deadline=more["deadline"])
+            control.await_frame(Kind.GRANT, 0, limits=HELLO_LIMITS, deadline=deadline)
         else:
-            control.send_frame(Header(Kind.GRANT), deadline=more["deadline"])
+            control.send_frame(Header(Kind.GRANT), deadline=deadline)
         return opened
 
 

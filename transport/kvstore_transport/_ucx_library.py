@@ -12,6 +12,7 @@ when it is loaded.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from abc import ABC, abstractmethod
@@ -20,7 +21,20 @@ from typing import Any
 
 from .errors import ConnectionLost, ProtocolError, TransportError, TransportUnavailable
 
-__all__ = ["HINT", "Lane", "Library", "Pending", "UcpLibrary", "UcxxLibrary", "load", "translate"]
+__all__ = [
+    "HINT",
+    "Lane",
+    "Library",
+    "Pending",
+    "UcpLibrary",
+    "UcxxLibrary",
+    "keep_for_ever",
+    "libucp_path",
+    "load",
+    "translate",
+]
+
+_LAST_CALLS = 100  # of progress after a close; one or two are needed
 
 HINT = "pip install 'kvstore[ucx]'"
 
@@ -116,6 +130,7 @@ def load() -> Library:
         TransportUnavailable: neither can be imported; says why.
     """
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # or UCX complains about variables that ucxx itself sets
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")  # or about each message that was cut half-way
     reasons = []
     for make in (UcxxLibrary, UcpLibrary):
         try:
@@ -137,10 +152,18 @@ def translate(error: Exception, peer: str) -> TransportError:
 
 def keep_for_ever(things: list[object]) -> None:
     """Let the objects never be finalized: in a forked child, where they are the parent's."""
-    import ctypes
-
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def libucp_path() -> str:
+    """The file of the UCX library that is loaded; "" if none is (proc_pid_maps(5))."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            _, slash, path = line.partition("/")
+            if "libucp" in path:
+                return slash + path.strip()
+    return ""
 
 
 # ucxx
@@ -212,39 +235,63 @@ class _UcxxLane(Lane):
         return bool(self._worker.arm())
 
     def abort(self) -> bool:
-        """Forced: it does not wait for the peer (UCP_EP_CLOSE_MODE_FORCE), whose remote keys become invalid."""
-        endpoint, self._endpoint = self._endpoint, None
+        """Forced: it does not wait for the peer (UCP_EP_CLOSE_MODE_FORCE), whose remote keys become invalid. Messages
+        of which nothing has moved end within the close or a few calls of progress; one that has come in part never does
+        if its peer is frozen. The worker's end is the end of that, too."""
+        endpoint, worker, self._endpoint, self._worker = self._endpoint, self._worker, None, None
+        unfinished = [pending for pending in self._pending if not pending.ended()]
         if endpoint is not None:
             endpoint.close_blocking()
+        for _ in range(_LAST_CALLS):
+            if all(pending.ended() for pending in unfinished):
+                break
+            worker.progress()
+        else:
+            keep_for_ever([pending.request for pending in unfinished])
+        if unfinished:
+            _destroy(worker, endpoint, self.fd)
         for pending in self._pending:  # they hold the worker, and a traceback may hold them
             pending.drop()
         self._pending.clear()
-        self._worker = None
         return True
 
     def parts(self) -> list[object]:
         return [part for part in (self._worker, self._endpoint) if part is not None]
 
 
+def _destroy(worker: Any, endpoint: Any, fd: int) -> None:
+    """Destroy a worker below ucxx, whose objects are never finalized then: they hold each other in a circle once a send
+    was cancelled (ucxx 0.52), and would keep 9 descriptors and 2 MiB for ever."""
+    keep_for_ever([worker, endpoint])
+    ucp = ctypes.CDLL(libucp_path())
+    ucp.ucp_worker_destroy.argtypes, ucp.ucp_worker_destroy.restype = [ctypes.c_void_p], None
+    ucp.ucp_worker_destroy(worker.handle)
+    os.close(fd)  # of ucxx, around UCX's
+
+
 class _UcxxPending(Pending):
-    __slots__ = ("_array", "_others", "_request")
+    __slots__ = ("_array", "_others", "request")
 
     def __init__(self, others: set[_UcxxPending], request: Any, array: Any) -> None:
         self._others = others
-        self._request = request
+        self.request = request
         self._array = array
 
     def done(self) -> bool:
-        if not self._request.completed:
+        if not self.request.completed:
             return False
-        self._request.check_error()
+        self.request.check_error()
         self._others.discard(self)
         self.drop()
         return True
 
+    def ended(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(self.request.completed)
+
     def drop(self) -> None:
         """Let go of the library's objects, and of the buffer."""
-        self._request = self._array = None
+        self.request = self._array = None
 
 
 # ucx-py

@@ -2,8 +2,8 @@
 
 Each side sees its memory as runs. A view of 256 KiB or more (or of a device) is a run of its own, and travels from
 where it lies to where it goes. Smaller neighbours are one *scattered* run: they are gathered into, or scattered from, a
-staging slot, so that few large messages travel (measured: a message costs 80 µs of CPU at both sides together, a copy
-of 256 KiB 10 µs).
+staging slot, so that few large messages travel. Measured over shared memory (64 MiB in views of one size, interleaved
+medians): views of 64 KiB staged 2.8 GB/s, in place 1.5; of 256 KiB staged 3.1, in place 4.0; of 1 MiB 3.2 and 7.3.
 
 The sender tells its runs (an offer); the receiver cuts at the boundaries of both sides' runs, and large runs into
 pieces, and sends the table back. Both then walk their own runs with it. Nothing of either is believed.

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 from .errors import TransportUnavailable
@@ -68,6 +69,7 @@ class Acceptor:
         self._thread = threading.Thread(target=self._run, name="kvstore-accept", daemon=True)
         for listener in listeners:
             listener.setblocking(False)  # a peer may be gone again between poll(2) and accept(2)
+        _LIVE.add(self)
         start_with_small_stack(self._thread)
 
     def close(self) -> None:
@@ -132,6 +134,16 @@ class Acceptor:
         except OSError:
             return False
         return turned
+
+
+def _after_fork_in_child() -> None:
+    """A child that kept listening would keep the port, and clients that nobody serves."""
+    for acceptor in list(_LIVE):
+        acceptor.forget()
+
+
+_LIVE: weakref.WeakSet[Acceptor] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _open_spare() -> int:

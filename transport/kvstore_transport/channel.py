@@ -14,7 +14,7 @@ from xxhash import xxh3_64
 
 from ._shm_peer import host_id
 from .addresses import Address, connect_control, parse_address
-from .bodies import AUTO, LOCAL, LeasingBodies
+from .bodies import LOCAL, LeasingBodies, auto
 from .control import Control, EarlyReply
 from .errors import ConnectionLost, DeadlinePassed, ProtocolError, TransportClosed, TransportError, TransportUnavailable
 from .frames import Flags, Header, Kind
@@ -45,8 +45,8 @@ def connect(
         deadline: absolute `time.monotonic()` seconds; covers the name look-up, the connect and the handshake, which
             together are also limited by `limits.handshake_s`.
         transport: how bodies shall travel: a name, several in order of preference (as a sequence, or with commas), or
-            "auto". If it is one name, nothing else will do; otherwise `Peer.note` says why it became a later one.
-            Shared memory needs a Unix socket: a server on this host names its own when it was reached over TCP.
+            "auto" (`bodies.auto`). If it is one name, nothing else will do; otherwise `Peer.note` says why it became a
+            later one. Shared memory needs a Unix socket: a server on this host names its own when reached over TCP.
         tls: for TCP; a Unix socket is not encrypted. With TLS, only transports that encrypt bodies are used: "tcp".
         client_id: 16 bytes that all channels of one client object share; made up if empty.
         facts: further ones for the server's `Peer.facts`, of plain types, together less than 60 KiB.
@@ -64,7 +64,7 @@ def connect(
         raise ValueError(f"client_id of {len(client_id)} bytes instead of 16")
     names = tuple(transport.split(",")) if isinstance(transport, str) else tuple(transport)
     exact = len(names) == 1 and names != ("auto",)
-    names = tuple(dict.fromkeys(part for name in names for part in (AUTO if name == "auto" else (name,))))
+    names = tuple(dict.fromkeys(part for name in names for part in (auto() if name == "auto" else (name,))))
     tls = None if place.path else tls
     wishes = our_wishes(names, encrypted=tls is not None, exact=exact)
     hello = _Hello(place, credentials, tls, limits, client_id or os.urandom(16), facts or {}, body_sums)
@@ -298,7 +298,10 @@ class SocketChannel(Channel):
             if bodies.inline or not nbytes:
                 control.send_frame(header, meta, body, deadline=deadline)
             else:
-                control.send_frame(header, meta, deadline=deadline)
+                if bodies.joined:
+                    control.hold_frame(header, meta)
+                else:
+                    control.send_frame(header, meta, deadline=deadline)
                 bodies.send(body, nbytes, number=header.number, deadline=deadline)
         except EarlyReply as early:
             return early.header, early.meta

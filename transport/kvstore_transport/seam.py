@@ -263,11 +263,14 @@ class Bodies(ABC):
         copies: copies in user space between the sender's and the receiver's memory (registered memory).
         inline: whether the body follows the meta on the control connection: it is gathered with the frame then, in one
             system call, and `send` is not called.
+        joined: whether the first thing that `send` does is to send something on the control connection: the frame goes
+            out with it then, in one system call.
     """
 
     name: str
     copies: int
     inline: bool = False
+    joined: bool = False
 
     @abstractmethod
     def send(self, views: Sequence[memoryview], nbytes: int, *, number: int, deadline: float) -> None:

@@ -136,8 +136,7 @@ class Server:
     def close(self, drain_s: float = 0.0) -> None:
         """Accept nobody any more, let requests that are under way end within `drain_s` seconds, then abort the rest.
         Returns when all threads ended, or are stuck in the handler. May be called twice."""
-        if self._pid != os.getpid():
-            self._acceptor.forget()
+        if self._pid != os.getpid():  # a forked child has nothing of it
             return
         with self._lock:
             self._closed = True
@@ -193,8 +192,8 @@ class Server:
             start_with_small_stack(connection.thread)
         except RuntimeError as error:  # no more threads
             logger.warning("%s was turned away: %s", peer, error)
-            sock.close()
             self._forget(connection)
+            sock.close()
 
     def _ended(self, connection: Connection) -> None:
         with self._totals.lock:

@@ -105,7 +105,7 @@ class Connection:
             control.abort()
         elif sock is not None:
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not SSLSocket's, which is not safe under a call
             except OSError:  # not connected any more, or closed
                 pass
         if bodies is not None:
@@ -307,7 +307,10 @@ class Connection:
         if bodies.inline or not nbytes:
             control.send_frame(header, meta, views, deadline=deadline)
         else:
-            control.send_frame(header, meta, deadline=deadline)
+            if bodies.joined:
+                control.hold_frame(header, meta)
+            else:
+                control.send_frame(header, meta, deadline=deadline)
             bodies.send(views, nbytes, number=number, deadline=deadline)
         return False
 

@@ -71,6 +71,7 @@ class SharedBodies(LeasingBodies):
 
     name = "shm"
     copies = 1
+    joined = True
 
     def __init__(self, control: Control, *, limits: Limits, pid: int) -> None:
         self._control = control

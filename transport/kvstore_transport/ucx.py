@@ -20,7 +20,7 @@ When anything fails, both the control connection and the endpoint are cut before
 receive goes on being written to (measured: 247 of 256 MiB arrived after the cancel). A message that came short leaves a
 mark at the end of its place, 8 random bytes, which UCX would not tell of; `body_sums` covers the rest.
 
-`_ucx_engine` has the settings of UCX and why they are so; whatever `UCX_…` variable the user sets is left alone. RDMA
+`_ucx_engine` has the settings of UCX and why they are so; what the user sets by `UCX_…` variables is left alone. RDMA
 needs a UCX with verbs, which no wheel has: see `require_rdma`. UCX knows no authentication, and believes the worker
 addresses that a peer sends: this transport is for hosts that trust each other, and never used together with TLS.
 
@@ -36,7 +36,7 @@ from collections.abc import Sequence
 
 from ._ucx_device import DeviceView, copy_to_device, is_device, wait_for_stream
 from ._ucx_engine import HOST, NET, NO_RDMA, UcxEngine
-from ._ucx_library import HINT, Lane, translate
+from ._ucx_library import HINT, Lane, libucp_path, translate
 from ._ucx_messages import Messages, Receiving, Sending
 from ._ucx_pieces import MOST_PIECES, Piece, cut, pack_offer, pack_table, unpack_offer, unpack_table
 from .bodies import Facts, Way
@@ -345,13 +345,3 @@ def describe() -> dict[str, object]:
             if name.startswith(("UCX_", "UCXPY_")) or name == "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
         },
     }
-
-
-def libucp_path() -> str:
-    """The file of the UCX library that is loaded; "" if none is (proc_pid_maps(5))."""
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = line.partition("/")
-            if "libucp" in path[2]:
-                return path[1] + path[2].strip()
-    return ""

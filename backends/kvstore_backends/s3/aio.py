@@ -25,7 +25,7 @@ from .client import BodyBroken, Got
 from .http import LinkError
 from .library import LibraryClient, coming_from
 from .options import Settings
-from .session import client_arguments, make_session, named, on_delete_objects, strip_expect
+from .session import client_arguments, make_session, named, on_delete_objects, refuse_mock, strip_expect
 
 __all__ = ["AioClient"]
 
@@ -94,7 +94,7 @@ class AioClient(LibraryClient):
         try:
             self.reopen()
         except BaseException:
-            self._stop()
+            self.close()
             raise
 
     def reopen(self) -> None:
@@ -113,11 +113,12 @@ class AioClient(LibraryClient):
             session = self._aioboto3.Session(profile_name=settings.profile, **secrets)
             context = session.client("s3", **arguments)
             boto = await context.__aenter__()
+        self._contexts.append(context)
         self.endpoint = boto.meta.endpoint_url
+        refuse_mock(settings, self.endpoint)
         boto.meta.events.register_first("before-sign.s3", strip_expect)
         boto.meta.events.register_first("before-call.s3.DeleteObjects", on_delete_objects(settings, boto))
         self._boto = boto
-        self._contexts.append(context)
         while len(self._contexts) > _KEPT:  # calls may still be under way in the last ones
             await self._contexts.pop(0).__aexit__(None, None, None)
 

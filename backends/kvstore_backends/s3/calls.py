@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from botocore.exceptions import ClientError, NoCredentialsError
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, PermanentError
 
 from .client import Client, Found, Got, Source
 from .errors import EXPIRED, Faults, Throttled, fault_of
@@ -26,6 +26,8 @@ logger = logging.getLogger("kvstore.backends.s3")
 
 T = TypeVar("T")
 
+_WARN_AGAIN_S = 300.0  # after which the same trouble is logged again
+_WARNINGS = 16
 _TOLD_S = 1.0  # how long the reason for refused HEADs is believed to be the same
 
 
@@ -48,7 +50,9 @@ class Calls:
         self.meta_pace = Pace(settings.meta_lanes)
         self.misses = MissMemory(settings.miss_memory)
         self._lock = threading.Lock()
+        self._warned: dict[str, float] = {}
         self._telling = threading.Lock()
+        self._bucket_seen = False
         self._told: tuple[float, int, dict[str, Any]] = (-math.inf, 0, {})
         self._counters = {"follow_ups": 0, "renewals": 0, "retried_expired": 0, "throttled": 0, "parts_left": 0}
 
@@ -73,11 +77,25 @@ class Calls:
         return self._noted(self.faults.refused(said, operation, key))
 
     def _noted(self, mapped: KVStoreError) -> KVStoreError:
+        if isinstance(mapped, PermanentError):
+            self._warn(mapped.message)
         if isinstance(mapped, Throttled):
             self.count("throttled")
             self.pace.note(throttled=True)
             self.meta_pace.note(throttled=True)
         return mapped
+
+    def _warn(self, message: str) -> None:
+        """An engine sees misses where nothing can be read, for instance because the bucket's name is wrong: say it in
+        the log, once in a while."""
+        now = time.monotonic()
+        with self._lock:
+            if self._warned.get(message, -math.inf) > now - _WARN_AGAIN_S:
+                return
+            if len(self._warned) >= _WARNINGS:
+                self._warned.clear()
+            self._warned[message] = now
+        logger.warning("%s: %s", self.name, message)
 
     def _call(self, call: Callable[[], T], deadline: float, pace: Pace) -> T:
         """`call`, and once more if its credentials have expired, or there were none, and now there are new ones."""
@@ -94,11 +112,22 @@ class Calls:
         pace.note(throttled=False)
         return answer
 
-    def head(self, name: str, deadline: float) -> Found | None:
+    def head(self, name: str, deadline: float, *, lookup: bool = False) -> Found | None:
+        """Ask for an object; None: there is none.
+
+        Args:
+            lookup: nothing else follows that would show whether there is a bucket at all.
+        """
+
         def call() -> Found | None:
             generation = self.client.generation
             try:
-                return self.client.head(name, deadline=deadline)
+                found = self.client.head(name, deadline=deadline)
+                if found is not None:
+                    self._bucket_seen = True
+                elif lookup and not self._bucket_seen:
+                    self._see_bucket(name, deadline)
+                return found
             except ClientError as error:
                 fault = fault_of(error)
                 if fault is None or fault.code not in ("400", "403"):
@@ -107,6 +136,24 @@ class Calls:
             raise ClientError(answer, "HeadObject")
 
         return self._call(call, deadline, self.meta_pace)
+
+    def _see_bucket(self, name: str, deadline: float) -> None:
+        """Once, after a HEAD that found nothing: its answer is the same where there is no bucket, that to a GET is not.
+
+        Raises:
+            ClientError: there is no bucket.
+        """
+        with self._lock:
+            if self._bucket_seen:
+                return
+            self._bucket_seen = True  # one asks, and the others do not wait for it
+        try:
+            self.client.get(name, 0, [memoryview(bytearray(1))], etag=None, deadline=deadline)
+        except Exception as error:
+            fault = fault_of(error)
+            self._bucket_seen = fault is not None and fault.code != "NoSuchBucket"
+            if fault is not None and not self._bucket_seen:
+                raise
 
     def _reason(self, answer: dict[str, Any], name: str, generation: int, deadline: float) -> dict[str, Any]:
         """The answer that says why a HEAD was refused. Its own has no body, so no error code; that to a GET has. Asked
@@ -129,16 +176,18 @@ class Calls:
             self._telling.release()
 
     def get(self, name: str, start: int, views: Sequence[memoryview], etag: str | None, deadline: float) -> Got | None:
-        return self._call(
-            lambda: self.client.get(name, start, views, etag=etag, deadline=deadline), deadline, self.pace
-        )
+        got = self._call(lambda: self.client.get(name, start, views, etag=etag, deadline=deadline), deadline, self.pace)
+        self._bucket_seen = True
+        return got
 
     def put(self, operation: str, params: Mapping[str, Any], source: Source, deadline: float) -> dict[str, Any]:
         def call() -> dict[str, Any]:
             source.seek(0)
             return self.client.put(operation, params, source, deadline=deadline)
 
-        return self._call(call, deadline, self.pace)
+        answer = self._call(call, deadline, self.pace)
+        self._bucket_seen = True
+        return answer
 
     def invoke(self, operation: str, params: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         return self._call(lambda: self.client.invoke(operation, params, deadline=deadline), deadline, self.meta_pace)

@@ -53,7 +53,7 @@ class Meta:
     # stat
 
     def _stat(self, key: Key, deadline: float) -> Outcome:
-        found = self._calls.head(record_name(self._prefix, key), deadline)
+        found = self._calls.head(record_name(self._prefix, key), deadline, lookup=True)
         if found is None or self._calls.expired(found.age):
             return MISS
         return Outcome(Status.OK, found.nbytes)

@@ -36,7 +36,7 @@ from .errors import EXPIRED
 from .express import zone_of
 from .http import Body, Connection, Head, Stopped, Timing, request_head
 from .options import Settings
-from .session import is_aws, make_client, make_session, named, tls_context
+from .session import is_aws, make_client, make_session, named, refuse_mock, tls_context
 from .transport import Hedging, Origin, Pool, Request, Resolver, Transport
 
 __all__ = ["NativeClient", "uses_proxy"]
@@ -144,6 +144,7 @@ class NativeClient(Client):
                 gated(session, self._until)
         boto = make_client(self._settings, session)
         self.endpoint = boto.meta.endpoint_url
+        refuse_mock(self._settings, self.endpoint)
         self._identities = Identities(
             Gate(Session(lambda: self._create_session(boto)), self._until, early=_SESSION_EARLY_S)
         )
@@ -262,12 +263,17 @@ class NativeClient(Client):
         """A call through all of botocore."""
         call = self._call
         call.operation, call.until, call.sink, call.trace = operation, deadline, sink, trace
+        ordinary = False
         try:
             answer: dict[str, Any] = getattr(self._boto, xform_name(operation))(Bucket=self._bucket, **params)
+            ordinary = True
+        except ClientError as error:
+            ordinary = missing(error)  # as most lookups are, and what comes before most puts
+            raise
         finally:
             call.operation, call.until, call.sink, call.trace = "", 0.0, None, None
-        if trace is not None and trace.base:
-            self._traces[kind or operation] = trace
+            if ordinary and trace is not None and trace.base:
+                self._traces[kind or operation] = trace
         return answer
 
     def _fast(

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import re
 import ssl
+import sys
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ __all__ = [
     "make_session",
     "named",
     "on_delete_objects",
+    "refuse_mock",
     "strip_expect",
     "tls_context",
 ]
@@ -108,6 +110,17 @@ def tls_context(settings: Settings, session: Any) -> ssl.SSLContext:
 def is_aws(endpoint: str) -> bool:
     """Whether an endpoint is Amazon's own, a VPC endpoint included."""
     return _AWS.fullmatch(urlsplit(endpoint).hostname or "") is not None
+
+
+def refuse_mock(settings: Settings, endpoint: str) -> None:
+    """Raise `ConfigError` under moto's `mock_aws`, which catches what boto3 sends and nothing of any other client: that
+    would reach Amazon."""
+    stubber = getattr(sys.modules.get("moto.core.models"), "botocore_stubber", None)
+    if getattr(stubber, "enabled", False) and is_aws(endpoint):
+        raise ConfigError(
+            f"s3://{settings.bucket}: moto's mock_aws is active, under which only client=boto3 works; "
+            "moto's ThreadedMotoServer, with endpoint_url, works with every client"
+        )
 
 
 def client_arguments(settings: Settings, session: Any) -> dict[str, Any]:

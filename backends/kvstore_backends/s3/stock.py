@@ -100,7 +100,7 @@ class _Rest:
         wanted = min(remaining, self._silence)
         if self._timeout < 0 or abs(wanted - self._timeout) > _RESET_S:
             self._wait_at_most(wanted)
-        count = int(self._body.readinto(into[: _SCRATCH if self.left == UNKNOWN else min(_SCRATCH, self.left)]))
+        count = self._read(into[: _SCRATCH if self.left == UNKNOWN else min(_SCRATCH, self.left)])
         if self.left == UNKNOWN:
             if not count:
                 self.left = 0  # the end of a body in chunks
@@ -109,6 +109,13 @@ class _Rest:
         else:
             self.left -= count
         return count
+
+    def _read(self, into: memoryview) -> int:
+        if hasattr(self._body, "readinto"):
+            return int(self._body.readinto(into))
+        data = self._body.read(len(into))  # an older botocore
+        into[: len(data)] = data
+        return len(data)
 
     def _wait_at_most(self, seconds: float) -> None:
         self._timeout = seconds

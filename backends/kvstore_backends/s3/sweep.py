@@ -129,7 +129,7 @@ def _attempt(
         fault = fault_of(error)
         if gone and fault is not None and fault.code == gone:
             return {}
-        logger.warning("%s: %s", calls.name, calls.failed(error, "sweep"))
+        logger.info("%s: %s", calls.name, calls.failed(error, "sweep"))
         return None
 
 
@@ -196,6 +196,7 @@ def main(argv: Sequence[str] | None = None, *, out: Callable[[str], object] = pr
     parser.add_argument("--dry-run", action="store_true", help="count only")
     parser.add_argument("--lifecycle", action="store_true", help="print a lifecycle configuration instead")
     args = parser.parse_args(argv)
+    logger.addHandler(logging.NullHandler())  # what goes wrong is printed once, below
     try:
         backend = open_backend(args.url)
         if not isinstance(backend, S3Backend):
@@ -207,6 +208,10 @@ def main(argv: Sequence[str] | None = None, *, out: Callable[[str], object] = pr
                 days = max(1, math.ceil(args.quarantine / _DAY_S))
                 rules = lifecycle_configuration(backend.settings.prefix, with_ttl, quarantine_days=days)
                 out(json.dumps(rules, indent=2))
+                if not backend.settings.prefix:
+                    print(
+                        "sweep: there is no prefix, so these rules are for every object of the bucket", file=sys.stderr
+                    )
                 return 0
             swept = sweep(
                 backend, ttl=args.ttl, quarantine_age=args.quarantine, upload_age=args.uploads, dry_run=args.dry_run
