@@ -201,8 +201,9 @@ class Member:
         try:
             with socket.create_connection((host, port), RPC_TIMEOUT_MS / 1e3) as probe:
                 local = settings.local_host or str(probe.getsockname()[0])
-        except OSError as error:
-            text = f"the Mooncake master at {host}:{port} is not reached: {error.strerror or error}"
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+            why = getattr(error, "strerror", None) or error
+            text = f"the Mooncake master at {host}:{port} is not reached: {why}"
             raise TransientError(text, backend=settings.name, operation=operation, cause=error) from error
         store = load(local).MooncakeDistributedStore()
         code = store.setup(

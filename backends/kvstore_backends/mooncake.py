@@ -115,13 +115,14 @@ class MooncakeBackend(Backend):
         host, bracket, rest = url.authority.rpartition("]")  # [IPv6]:port
         name, _, port = (rest if bracket else url.authority).partition(":")
         host = host.removeprefix("[") if bracket else name
-        if not host or "," in url.authority:
+        number = int(port or DEFAULT_PORT) if "," not in port else 0  # digits: `parse_url` has seen to it
+        if not host or "," in url.authority or any(map(str.isspace, host)) or not 0 < number < 65536:
             raise ConfigError(
                 f"mooncake:// names the one master it joins, mooncake://host:{DEFAULT_PORT}/prefix, "
                 f"not {url.authority!r}"
             )
         prefix = url.path.strip("/")
-        return cls(Settings(master=(host, int(port or DEFAULT_PORT)), prefix=f"{prefix}/" if prefix else "", **options))
+        return cls(Settings(master=(host, number), prefix=f"{prefix}/" if prefix else "", **options))
 
     # What all calls share.
 

@@ -2,7 +2,7 @@
 
     python tests/bench/bench_transport.py [--transports tcp,unix,tls,shm,ucx] [--repeats N] [--quick] [--json FILE]
 
-Server and client are two processes on loopback. The ceiling is `raw_sockets.py`, over TCP, with its best number of
+Server and client are two processes on loopback. The ceiling is `kvstore_bench.ceilings_socket`, with its best number of
 connections of 1, 2 and 4, for all transports: one figure to compare with. All sides take turns, pass by pass, so that
 whatever else the machine does meets all of them; medians of GB/s (1e9 bytes) and CPU seconds per GiB of both processes.
 """
@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvstore_bench.ceilings import Job, Lanes  # noqa: E402
+from kvstore_bench.ceilings_socket import RawClient, RawServer  # noqa: E402
+from kvstore_bench.processes import cpu_of  # noqa: E402
 from kvstore_transport import Answer, Channel, Incoming, Server  # noqa: E402
-from tests.bench.raw_sockets import RawClient  # noqa: E402
 from tests.servers.certificate import make_certificate  # noqa: E402
 from tests.transport_support import BY_NAME, Kind, Memory, connect_to, soon  # noqa: E402
 
@@ -38,7 +39,6 @@ MIB, GIB = 1 << 20, 1 << 30
 SIZE = 16 * MIB
 LANES = 4
 GET, PUT, PING = 1, 2, 3
-_TICKS = 100  # USER_HZ of /proc/PID/stat, see proc(5)
 
 
 class Timing(NamedTuple):
@@ -167,7 +167,7 @@ class Raw:
     def side(self, op: str, lanes: int) -> Side:
         """16 MiB × 4, by so many connections."""
         jobs = [
-            _times(LANES // lanes, client.job(op, view))
+            _times(LANES // lanes, _job(client, op, view))
             for client, view in zip(self.clients[:lanes], self._views, strict=False)
         ]
         return Side(jobs, SIZE * LANES, self.pid)
@@ -175,6 +175,10 @@ class Raw:
     def close(self) -> None:
         for client in self.clients:
             client.close()
+
+
+def _job(client: RawClient, op: str, view: memoryview) -> Job:
+    return (lambda: client.get(view)) if op == "get" else (lambda: client.put(view))
 
 
 def _times(count: int, job: Job) -> Job:
@@ -202,12 +206,6 @@ def interleaved(sides: dict[str, Side], repeats: int) -> dict[str, Timing]:
                     speeds[name].append(side.nbytes / one.seconds / 1e9)
                     cpu[name].append((one.cpu_s + cpu_of(side.server) - before) / side.nbytes * GIB)
     return {name: Timing(statistics.median(speeds[name]), statistics.mean(cpu[name])) for name in sides}
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process, in steps of 10 ms (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def round_trip_us(job: Job, count: int) -> float:
@@ -300,8 +298,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         certificate = str(make_certificate(Path(folder) / "cert.pem"))
-        pid, port = stack.enter_context(started(str(Path(__file__).with_name("raw_sockets.py"))))
-        raw = Raw(pid, int(port))
+        server = stack.enter_context(RawServer())
+        raw = Raw(server.pid, server.port)
         stack.callback(raw.close)
         clients = {}
         for name in options.transports.split(","):

@@ -74,8 +74,9 @@ class TestValkeyCluster(ValkeySuite):
         return f"valkey://{valkey_cluster.shards[0].address}", valkey_cluster.client()
 
 
+@pytest.mark.slow
 class TestValkeyTLS(ValkeySuite):
-    """Over TLS, as a user who may do no more than the manual says."""
+    """Over TLS, as a user who may do no more than the manual says. tests/integration has the short of it."""
 
     @pytest.fixture
     def served(self, valkey_tls: Server) -> tuple[str, Any]:

@@ -224,6 +224,7 @@ def _by_shard(cluster: Cluster, count: int) -> dict[Server, list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.leaves("a server of the module's is started again")
 def test_shards_die_and_replicas_take_over(mortal: Cluster) -> None:
     """A shard without a replica costs only its keys; one with a replica is back by itself; and all of it under load,

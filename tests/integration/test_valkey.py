@@ -147,6 +147,7 @@ def test_a_server_that_asks_for_certificates(tmp_path: Path, caplog: pytest.LogC
 # Sentinels, replicas.
 
 
+@pytest.mark.slow
 def test_sentinels_name_the_primary_and_the_one_after_it(tmp_path: Path) -> None:
     """The primary dies, the Sentinel promotes the replica, and the same backend goes on there."""
     needs_server()

@@ -24,6 +24,7 @@ from kvstore_bench.peers import process as peers
 from kvstore_bench.peers.process import PeerProcess, PeerSide
 from kvstore_bench.processes import NodeProcess, cpu_of
 from tests.servers.mooncake import MISSING, mooncake_folder
+from tests.servers.valkey import until
 
 CHILD = Path(peers.__file__).with_name("child.py")
 
@@ -118,6 +119,29 @@ def peer(fake: Callable[..., None]) -> Iterator[PeerProcess]:
 
 
 # The peer's process.
+
+
+def test_what_a_peer_started_ends_with_it_however_it_ends(fake: Callable[..., None]) -> None:
+    """It dies while it starts, with a process of its own that nobody else knows of."""
+    folder = Path(peers.__file__).parent
+    text = f"""
+import pathlib, subprocess, sys, time
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(folder)!r}, "left").write_text(str(left.pid))
+sys.exit("it goes wrong")
+"""
+    (folder / "child.py").write_text(text)
+    with pytest.raises(ConfigError, match="it goes wrong"):
+        PeerProcess("fake")
+    stat = Path(f"/proc/{(folder / 'left').read_text()}/stat")
+
+    def ended() -> bool:
+        try:
+            return stat.read_text().rpartition(")")[2].split()[0] in "ZX"  # to be waited for by init
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    assert until(ended)
 
 
 def test_the_child_needs_nothing_of_kvstore() -> None:

@@ -36,7 +36,17 @@ def test_a_url_names_the_master_and_a_prefix(
         backend.close()
 
 
-@pytest.mark.parametrize("text", ["mooncake://", "mooncake:///x", "mooncake://a:1,b:2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mooncake://",
+        "mooncake:///x",
+        "mooncake://a:1,b:2",
+        "mooncake://m:0/x",
+        "mooncake://m:65536",
+        "mooncake://a b:1",
+    ],
+)
 def test_a_url_without_one_master_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     with double_place(monkeypatch), pytest.raises(ConfigError, match="names the one master"):
         open_backend(text)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.backend import Capability, Read, Status, Write
+from kvstore.backend import Capability, Outcome, Read, Status, Write
 from kvstore.buffers import BufferPool
 from kvstore.errors import ClosedError, KVStoreError, PermanentError, PoolExhausted, TransientError
 from kvstore.keys import Key
@@ -29,7 +29,7 @@ from kvstore_backends.node.protocol import Code, Op, pack_outcomes, pack_ticket
 from kvstore_backends.node.protocol import Status as Answered
 from kvstore_backends.node.requests import Landing, split, split_by_key
 from kvstore_backends.node_server import NodeServer
-from kvstore_transport import Answer, Credentials, Incoming, ProtocolError, Server, connect
+from kvstore_transport import Answer, Credentials, Incoming, Limits, ProtocolError, Server, connect
 from tests.node_support import client, data, get, key, keys, put, servers, soon, statuses, wait_until
 
 # Cutting.
@@ -159,6 +159,37 @@ def test_limits_and_capabilities_are_the_nodes() -> None:
         assert backend.limits.max_value_bytes == 1 << 20
         (outcome,) = put(backend, {key("large"): data((1 << 20) + 1)})
         assert isinstance(outcome.error, PermanentError)
+
+
+def test_a_node_that_was_started_again_with_more_memory() -> None:
+    """What it said of itself before bounds nothing: a record that is longer now is not cut, and one can be put."""
+    big = data(3 << 20)
+    with contextlib.ExitStack() as stack:
+        with servers(1, memory_bytes=1 << 20) as (small,):
+            address = small.address
+            backend = stack.enter_context(contextlib.closing(client(address)))
+            assert backend.info(deadline=soon())["max_value_bytes"] == 1 << 20
+        stack.enter_context(NodeServer(address, memory_bytes=8 << 20))
+        assert put(backend, {key("big"): big})[0].ok
+        assert get(backend, [key("big")], len(big)) == [(Outcome(Status.OK, len(big)), big)]
+
+
+def test_a_read_of_more_than_a_reply_holds_is_no_end_of_the_record() -> None:
+    value = data(2000)
+    with contextlib.ExitStack() as stack:
+        with servers(1, limits=Limits(max_body=1000)) as (small,):
+            address = small.address
+            backend = stack.enter_context(contextlib.closing(client(address)))
+            put(backend, {key("k"): value[:1000]})
+            assert get(backend, [key("k")], 5000) == [(Outcome(Status.OK, 1000), value[:1000])]
+        stack.enter_context(NodeServer(address, memory_bytes=1 << 20))
+        with contextlib.closing(client(address)) as other:
+            assert put(other, {key("k"): value, key("short"): value[:700], key("even"): value[:1000]})[0].ok
+        names = [key("k"), key("short"), key("even")]
+        outcomes = [outcome for outcome, _ in get(backend, names, 2000)]
+        assert isinstance(outcomes[0].error, TransientError)
+        assert outcomes[1:] == [Outcome(Status.OK, 700), Outcome(Status.OK, 1000)]
+        assert [found for _, found in get(backend, names, 2000)] == [value, value[:700], value[:1000]]
 
 
 def test_reads_that_make_no_sense_fail_alone() -> None:
@@ -407,6 +438,14 @@ def test_codes_of_items_become_errors(code: Code, kind: type[Exception]) -> None
             assert isinstance(found[name], kind), name
             assert "weather" in str(found[name])
             assert found[name].key == key("k")
+
+
+@pytest.mark.parametrize("operation", ["stat", "get", "delete", "quarantine"])
+def test_only_a_put_finds_that_something_exists(operation: str) -> None:
+    with scripted(lambda incoming: Answer(Answered.OK, pack_outcomes([Code.EXISTS], [0]))) as backend:
+        found = calls(backend)
+        assert isinstance(found[operation].error, TransientError)
+        assert found["put"].status is Status.EXISTS
 
 
 @pytest.mark.parametrize("codes", [[Code.OK], [Code.MISS]])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvstore.errors import KVStoreError, PermanentError, TransientError
 from kvstore.keys import Key
 from kvstore_backends.s3 import S3Backend
 from kvstore_backends.s3.errors import Throttled
-from kvstore_backends.s3.http import LinkError, Timing
+from kvstore_backends.s3.http import Timing
 from kvstore_backends.s3.native import NativeClient
 from kvstore_backends.s3.transport import Hedging, Origin, Pool, Resolver
 from tests.s3_support import (
@@ -236,37 +236,6 @@ def test_a_hung_server_is_left_at_the_deadline(where: str) -> None:
         assert isinstance(failure(put), TransientError)
         assert time.monotonic() - begin < 20.0
         backend.close()
-
-
-def test_a_name_that_does_not_resolve_costs_no_more_than_the_deadline() -> None:
-    release = threading.Event()
-
-    def lookup(*_: Any) -> Sequence[tuple[object, ...]]:
-        release.wait(30)
-        raise OSError("no such name")
-
-    resolver = Resolver(lookup)
-    with pytest.raises(LinkError) as late:
-        resolver.addresses("nowhere.invalid", 80, time.monotonic() + 0.05)
-    assert late.value.kind == "deadline"
-    release.set()
-    with pytest.raises(LinkError, match=r"nowhere.invalid cannot be resolved: no such name"):
-        resolver.addresses("nowhere.invalid", 80, soon())
-
-
-def test_an_old_address_is_used_while_a_new_one_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def lookup(host: str, port: int, *_: Any) -> Sequence[tuple[object, ...]]:
-        calls.append(host)
-        return [(2, 1, 6, "", (host, port))]
-
-    resolver = Resolver(lookup)
-    assert resolver.addresses("127.0.0.1", 80, soon()) == [(2, ("127.0.0.1", 80))]
-    assert resolver.addresses("127.0.0.1", 80, soon()) == [(2, ("127.0.0.1", 80))]
-    assert len(calls) == 1
-    monkeypatch.setattr("kvstore_backends.s3.transport._FRESH_NAMES_S", -1.0)
-    assert resolver.addresses("127.0.0.1", 80, time.monotonic() - 1) == [(2, ("127.0.0.1", 80))]
 
 
 # Connections.

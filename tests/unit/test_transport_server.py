@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -171,6 +172,33 @@ def test_a_peer_that_hangs_up_at_once() -> None:
             sock.close()
         is_well(server)
         wait_until(lambda: server.stats().connections == 0)
+
+
+class LateContext(ssl.SSLContext):
+    """Begins with TLS when its client is gone."""
+
+    gone: threading.Event
+
+    def wrap_socket(self, *args: Any, **options: Any) -> ssl.SSLSocket:
+        assert self.gone.wait(30)
+        return super().wrap_socket(*args, **options)
+
+
+@pytest.mark.parametrize("said", [b"\x16", b"\x16\x03\x01" + bytes(100)])
+def test_a_peer_that_hangs_up_before_tls_begins(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """As port scanners do: no fault of the handler, so nothing in the log."""
+    context = LateContext(ssl.PROTOCOL_TLS_SERVER)
+    context.gone = threading.Event()
+    with serving(tls=context) as server:
+        sock = plug(server)
+        sock.sendall(said)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_until(lambda: server.stats().connections == 1)
+        sock.close()
+        context.gone.set()
+        wait_until(lambda: server.stats().failed == 1)
+        wait_until(lambda: server.stats().connections == 0)
+    assert not caplog.records
 
 
 # Liars, after the handshake.

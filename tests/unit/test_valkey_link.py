@@ -284,7 +284,7 @@ def test_a_full_server_is_not_sent_the_rest_of_the_batch() -> None:
         return refused if words[0] == b"SET" else Store()(words)
 
     data = memoryview(bytes(1 << 20))
-    sent = []
+    sent: list[int] = []
     while len(sent) < 10 and min(sent, default=64) >= 40:  # on a busy machine all may be on their way before the answer
         with Scripted(reply) as server, opened(server) as backend:
             outcomes = backend.put([Write(key(n), [data]) for n in range(64)], deadline=soon())

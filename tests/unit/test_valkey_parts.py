@@ -1,10 +1,8 @@
-"""The parts of the valkey backend that need no server: names, the protocol, options, errors, advice, host names."""
+"""The parts of the valkey backend that need no server: names, the protocol, options, errors, advice."""
 
 from __future__ import annotations
 
 import random
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -17,9 +15,8 @@ from kvstore_backends.valkey import ValkeyBackend
 from kvstore_backends.valkey.errors import REPLIES, Faults, LinkError, ReplyError
 from kvstore_backends.valkey.facts import advice_on
 from kvstore_backends.valkey.names import aside_name, key_of, record_name, scan_pattern, slot_of
-from kvstore_backends.valkey.options import OPTIONS, Node, Settings, settings_from_url
+from kvstore_backends.valkey.options import OPTIONS, Settings, settings_from_url
 from kvstore_backends.valkey.reads import _spans
-from kvstore_backends.valkey.resolver import Resolver
 from kvstore_backends.valkey.resp import about, command, get_range, parse
 
 KEY = opaque_key("k")
@@ -315,47 +312,3 @@ def test_a_server_without_a_limit_is_named() -> None:
     (advice,) = advice_on({}, nodes)
     assert "and 2 more" in advice
     assert advice_on({}, {}) == ()
-
-
-# Host names.
-
-
-def test_a_name_that_is_not_resolved_in_time_costs_the_deadline_and_no_more() -> None:
-    release = threading.Event()
-
-    def slow(*_: Any) -> list[Any]:
-        release.wait(20)
-        return [(2, 1, 6, "", ("127.0.0.1", 1))]
-
-    resolver = Resolver(slow)
-    node = Node("somewhere", 1)
-    start = time.monotonic()
-    with pytest.raises(LinkError) as caught:
-        resolver.addresses(node, time.monotonic() + 0.05)
-    assert caught.value.kind == "deadline"
-    assert time.monotonic() - start < 5
-    release.set()
-    assert resolver.addresses(node, time.monotonic() + 20) == [(2, ("127.0.0.1", 1))]
-
-
-def test_a_name_is_looked_up_once_until_it_is_forgotten() -> None:
-    asked = []
-
-    def lookup(host: str, port: int, *_: Any) -> list[Any]:
-        asked.append(host)
-        if host == "nowhere":
-            raise OSError("not known")
-        return [(2, 1, 6, "", ("127.0.0.1", port))]
-
-    resolver = Resolver(lookup)
-    soon = time.monotonic() + 20
-    for _ in range(3):
-        assert resolver.addresses(Node("h", 7), soon) == [(2, ("127.0.0.1", 7))]
-    assert asked == ["h"]
-    resolver.forget(Node("h", 7))
-    resolver.addresses(Node("h", 7), soon)
-    assert asked == ["h", "h"]
-    with pytest.raises(LinkError, match="nowhere cannot be resolved"):
-        resolver.addresses(Node("nowhere", 1), soon)
-    assert resolver.addresses(Node("10.0.0.1", 5), 0.0) == [(2, ("10.0.0.1", 5))], "numbers need no lookup"
-    assert resolver.addresses(Node("::1", 5), 0.0)[0][1][0] == "::1"

@@ -206,10 +206,10 @@ class Connection:
             raise PeerRefused(f"{self._peer} was refused: TLS at one side only")
         from .tls import TlsControl
 
-        secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        with self._lock:
-            self._sock = secured
-        try:
+        try:  # `wrap_socket`, too, raises if the client is gone by now
+            secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                self._sock = secured
             secured.settimeout(max(0.001, deadline - time.monotonic()))
             secured.do_handshake()
         except OSError as error:

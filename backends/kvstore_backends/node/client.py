@@ -85,8 +85,9 @@ class NodeClient(NodeCalls):
 
     def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
         self.check("get")
-        largest = self.largest  # no record has more, so no read need ask for more
-        lengths = [min(len(read[1]), largest) for read in reads]
+        lengths = [len(read[1]) for read in reads]
+        if lengths and max(lengths) > self.max_body:
+            return self._get_cut(reads, deadline)
         bad = [index for index, read in enumerate(reads) if not 0 <= read[2] < 1 << 63 or read[1].readonly]
         if bad:
             return self._without(reads, bad, deadline)
@@ -103,6 +104,21 @@ class NodeClient(NodeCalls):
             )
             for at, outcome in zip(part, some, strict=True):
                 outcomes[at] = outcome
+        return outcomes
+
+    def _get_cut(self, reads: Sequence[Read], deadline: float) -> list[Outcome]:
+        """Some destinations are longer than any reply. What fills all that a reply can bring may go on behind it, if
+        the node was started again with larger limits: it is not presented as the end of the record."""
+        most = self.max_body
+        cut = [read if len(read[1]) <= most else read._replace(dst=read[1][:most]) for read in reads]
+        outcomes = self.get_into(cut, deadline=deadline)
+        full = [at for at, read in enumerate(reads) if len(read[1]) > most and outcomes[at].nbytes == most]
+        sizes = self.stat([reads[at][0] for at in full], deadline=deadline) if full else []
+        for at, found in zip(full, sizes, strict=True):
+            if not found.ok or found.nbytes - reads[at][2] > most:
+                text = f"a reply of this node had at most {most} bytes, and the record has more, or is gone"
+                kind = TransientError if self.max_body > most else PermanentError
+                outcomes[at] = Outcome.failed(kind(text, backend=self.name, operation="get", key=reads[at][0]))
         return outcomes
 
     def _without(self, reads: Sequence[Read], bad: Sequence[int], deadline: float) -> list[Outcome]:
@@ -216,7 +232,7 @@ class NodeClient(NodeCalls):
         again: list[int] = []
         todo: list[int] = []
         sizes: list[int] = []
-        largest = self.largest
+        largest = self.max_body  # what the node takes is asked of the node: it may have been started again with more
         for at, (key, src, _) in enumerate(writes):
             size = len(src[0]) if len(src) == 1 else sum(map(len, src))
             if key in first:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore_transport import Channel, Credentials, TransportUnavailable, connect
+from kvstore_transport import Channel, ConnectionLost, Credentials, TransportUnavailable, connect
 
 from .members import Member
 from .options import Settings
@@ -80,14 +80,21 @@ def dialler(settings: Settings) -> DialMember:
     sums = settings.checksum != "none"
 
     def dial(member: Member, deadline: float) -> Channel:
-        return connect(
-            member.address,
-            deadline=deadline,
-            credentials=credentials,
-            transport=transport,
-            tls=tls,
-            client_id=client_id,
-            body_sums=sums,
-        )
+        try:
+            return connect(
+                member.address,
+                deadline=deadline,
+                credentials=credentials,
+                transport=transport,
+                tls=tls,
+                client_id=client_id,
+                body_sums=sums,
+            )
+        except ConnectionLost as error:
+            # With TLS 1.3 a server that misses a certificate of ours hangs up only after our side of the handshake.
+            if tls is not None and settings.tls_cert is None and isinstance(error.__cause__, ssl.SSLError):
+                text = f"{error}; does the node want a certificate of its clients? Then give tls_cert and tls_key"
+                raise ConnectionLost(text) from error
+            raise
 
     return dial

@@ -75,7 +75,7 @@ def item_outcome(code: Code, nbytes: int, note: str, *, backend: str, operation:
         return Outcome(Answer.OK, nbytes)
     if code == Code.MISS:
         return MISS
-    if code == Code.EXISTS:
+    if code == Code.EXISTS and operation == "put":
         return EXISTS
     kind: type[KVStoreError]
     if code == Code.FULL:

@@ -182,7 +182,7 @@ class Pool:
         errors = run_all(self.workers, [functools.partial(_greeted, node, deadline) for node in nodes])
         for node, error in zip(nodes, errors, strict=True):
             if error is not None:
-                logger.warning("%s: node %s: %s", self.name, node.member.name, error)
+                logger.warning("%s: node %s: %s", self.name, node.member.name, error.message)
             elif node.client.note:
                 transport, note = node.client.transport, node.client.note
                 logger.info("%s: node %s over %s: %s", self.name, node.member.name, transport, note)

@@ -1,8 +1,7 @@
-"""Pooled keep-alive connections to one endpoint, names resolved within the deadline, and hedged requests."""
+"""Pooled keep-alive connections to one endpoint, and hedged requests."""
 
 from __future__ import annotations
 
-import random
 import select
 import socket
 import ssl
@@ -13,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.wrappers.hedging import Budget, LatencyTable
+from kvstore_backends._resolver import ResolveError, Resolver
 
 from .http import Connection, Head, LinkError, Timing, too_late
 
 __all__ = ["Hedging", "Origin", "Pool", "Request", "Resolver", "Transport"]
 
 _IDLE_S = 20.0  # an idle connection older than this is likely closed by the other side
-_FRESH_NAMES_S = 30.0  # how long an address list is used before it is looked up again
 _MIN_DELAY_S = 0.001
 _HEDGE_CONNECT_S = 0.1  # for the second connection of a hedged request; longer only if answers usually take longer
 _SAMPLES = 32
@@ -40,60 +39,6 @@ class Request(NamedTuple):
     method: str
     head: bytes
     body: Sequence[memoryview] = ()
-
-
-class Resolver:
-    """getaddrinfo(3) with a deadline: it runs in a thread of its own, one per name, and its answer is kept for 30 s.
-    An older answer is used while a new one is being looked up."""
-
-    def __init__(self, lookup: Callable[..., Sequence[tuple[object, ...]]] = socket.getaddrinfo) -> None:
-        self._lookup = lookup
-        self._wake = threading.Condition()
-        self._known: dict[tuple[str, int], tuple[float, list[tuple[int, tuple[object, ...]]]]] = {}
-        self._failed: dict[tuple[str, int], OSError] = {}
-        self._busy: set[tuple[str, int]] = set()
-
-    def addresses(self, host: str, port: int, until: float) -> list[tuple[int, tuple[object, ...]]]:
-        """(family, address) pairs in random order. Raises `LinkError` "dns" or "deadline"."""
-        name = (host, port)
-        with self._wake:
-            known = self._known.get(name)
-            if known is None or time.monotonic() - known[0] > _FRESH_NAMES_S:
-                if name not in self._busy:
-                    self._busy.add(name)
-                    self._failed.pop(name, None)
-                    thread = threading.Thread(
-                        target=self._resolve, args=name, name=f"kvstore-s3-dns-{host}", daemon=True
-                    )
-                    thread.start()
-                while known is None and name in self._busy:
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        raise LinkError("deadline", f"the deadline passed while the name {host} was being looked up")
-                    self._wake.wait(min(left, threading.TIMEOUT_MAX))
-                    known = self._known.get(name)
-            if known is None:
-                error = self._failed.get(name)
-                raise LinkError("dns", f"the name {host} cannot be resolved: {error}") from error
-        found = list(known[1])
-        random.shuffle(found)
-        return found
-
-    def _resolve(self, host: str, port: int) -> None:
-        found: list[tuple[int, tuple[object, ...]]] = []
-        failure: OSError | None = None
-        try:
-            for family, _, _, _, address in self._lookup(host, port, 0, socket.SOCK_STREAM):
-                found.append((family, address))  # type: ignore[arg-type]
-        except OSError as error:
-            failure = error
-        with self._wake:
-            self._busy.discard((host, port))
-            if found:
-                self._known[host, port] = (time.monotonic(), found)
-            else:
-                self._failed[host, port] = failure or OSError("no addresses")
-            self._wake.notify_all()
 
 
 class Pool:
@@ -125,7 +70,10 @@ class Pool:
 
     def connect(self, origin: Origin, timing: Timing) -> Connection:
         """A new connection, TLS included. Raises `LinkError` "dns", "connect" or "deadline"."""
-        addresses = self._resolver.addresses(origin.host, origin.port, timing.until)
+        try:
+            addresses = self._resolver.addresses(origin.host, origin.port, timing.until)
+        except ResolveError as error:
+            raise LinkError(error.kind, str(error)) from error
         tls = self._tls() if origin.scheme == "https" else None
         end = min(timing.until, time.monotonic() + self._connect_timeout)
         failure: OSError | None = None
@@ -186,6 +134,7 @@ class Pool:
     def after_fork(self) -> None:
         """In a forked child: the connections are the parent's; drop our descriptors of them, say nothing."""
         self._lock = threading.Lock()
+        self._resolver.after_fork()
         self.close()
 
 

@@ -63,7 +63,7 @@ class ValkeyBackend(Backend):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.name = settings.name
-        self._faults = Faults(self.name)
+        self._faults = Faults(self.name, (settings.username, settings.password, settings.sentinel_password))
         self._pool = Pool(settings)
         self._topology = Topology(settings, self._pool)
         self._dispatch = Dispatch(settings, self._pool, self._topology)
@@ -110,7 +110,7 @@ class ValkeyBackend(Backend):
         except (LinkError, ReplyError) as error:
             mapped = self._faults.of(error, "open")
             if isinstance(mapped, PermanentError):
-                raise ConfigError(f"{self.name}: {mapped.message}", cause=error) from error
+                raise ConfigError(f"{self.name}: {mapped.message}", cause=mapped.cause) from mapped.cause
             logger.warning(
                 "%s cannot be reached now, and is tried again when it is used: %s", self.name, mapped.message
             )

@@ -15,14 +15,14 @@ from .errors import LinkError, ReplyError
 from .exchange import Run, exchange
 from .options import Node, Settings
 from .pool import Pool
-from .resp import PENDING, Ask, command
-from .topology import Topology, View
+from .resp import MULTI, PENDING, Ask, command
+from .topology import Topology, View, node_at
 
-__all__ = ["Dispatch", "Job"]
+__all__ = ["ASKING", "Dispatch", "Job"]
 
 _TURNS = 6  # at most so often is one job sent
 _REDIRECT = re.compile(r"(?:MOVED|ASK) (\d{1,5}) (.*):(\d{1,5})")
-_ASKING = command(b"ASKING")
+ASKING = command(b"ASKING")
 _NO_TOUCH = command(b"CLIENT", b"NO-TOUCH", b"ON")
 _TOUCH = command(b"CLIENT", b"NO-TOUCH", b"OFF")
 
@@ -119,8 +119,10 @@ class Dispatch:
         asks = _quiet(asks) if quietly else asks
         with self._pool.lane(deadline):
             for fresh in (False, True):
-                run = self._pool.run(node, asks, deadline=deadline, fresh=fresh)
-                self._exchange([run], deadline)
+                with self._pool.runs() as runs:
+                    run = self._pool.run(node, asks, deadline=deadline, fresh=fresh)
+                    runs.append(run)
+                    self._exchange(runs, deadline)
                 if not _was_stale(run):
                     break
         if run.error is not None:
@@ -128,8 +130,7 @@ class Dispatch:
 
     def on_each(self, pairs: Sequence[tuple[Node, Ask]], deadline: float) -> None:
         """Ask several servers one thing each, side by side; one that does not answer leaves its ask pending."""
-        runs: list[Run] = []
-        with self._pool.lane(deadline):
+        with self._pool.lane(deadline), self._pool.runs() as runs:
             for node, ask in pairs:
                 try:
                     runs.append(self._pool.run(node, [ask], deadline=deadline))
@@ -138,11 +139,7 @@ class Dispatch:
             self._exchange(runs, deadline)
 
     def _exchange(self, runs: Sequence[Run], deadline: float) -> None:
-        try:
-            exchange(runs, deadline=deadline, silence=self._settings.read_timeout)
-        finally:
-            for run in runs:
-                self._pool.done(run)
+        exchange(runs, deadline=deadline, silence=self._settings.read_timeout)
 
     def _turn(self, todo: Sequence[Job], deadline: float, quietly: bool) -> list[Job]:
         """Send each job once. Returns those that must be sent again."""
@@ -154,23 +151,26 @@ class Dispatch:
             job.node = job.asking or view.slots[job.slot]
             if job.node is not None:
                 groups.setdefault(job.node, []).append(job)
-        runs: list[tuple[Run, list[Job]]] = []
+        sent: list[tuple[Run, list[Job]]] = []
         again: list[Job] = []
         lost: list[tuple[Job, Exception]] = [
             (job, LinkError("topology", f"no server serves slot {job.slot}; see CLUSTER SLOTS"))
             for job in todo
             if job.node is None
         ]
-        for node, group in groups.items():
-            try:
+        with self._pool.runs() as runs:
+            for node, group in groups.items():
                 asks = [ask for job in group for ask in _asks_of(job)]
-                run = self._pool.run(node, _quiet(asks) if quietly else asks, deadline=deadline)
-                runs.append((run, group))
-            except LinkError as error:  # its name could not be resolved
-                lost += [(job, error) for job in group]
-        self._exchange([run for run, _ in runs], deadline)
+                try:
+                    run = self._pool.run(node, _quiet(asks) if quietly else asks, deadline=deadline)
+                except LinkError as error:  # its name could not be resolved
+                    lost += [(job, error) for job in group]
+                    continue
+                runs.append(run)
+                sent.append((run, group))
+            self._exchange(runs, deadline)
         learn = bool(lost)
-        for run, group in runs:
+        for run, group in sent:
             if run.error is not None:
                 self._count("broken")
             for job in group:
@@ -189,6 +189,7 @@ class Dispatch:
             return False
         error = run.error or LinkError("protocol", f"{run.node} did not answer")
         if _was_stale(run) and job.again():
+            self._pool.forget(run.node)  # the other idle ones have most likely ended, too
             again.append(job)
             return False
         if isinstance(error, LinkError) and error.kind in ("connect", "closed", "silence"):
@@ -202,8 +203,8 @@ class Dispatch:
         self, job: Job, said: ReplyError, run: Run, again: list[Job], lost: list[tuple[Job, Exception]]
     ) -> bool:
         match = _REDIRECT.fullmatch(said.text) if said.code in ("MOVED", "ASK") else None
-        if match is not None and self._settings.cluster != "off" and job.again():
-            node = Node(match[2] or run.node.host, int(match[3]))
+        node = node_at(match[2], int(match[3]), run.node) if match is not None else None
+        if match is not None and node is not None and self._settings.cluster != "off" and job.again():
             again.append(job)
             if said.code == "ASK":
                 job.asking = node
@@ -244,7 +245,14 @@ class Dispatch:
 def _asks_of(job: Job) -> list[Ask]:
     if job.asking is None:
         return list(job.asks)
-    return [ask for mine in job.asks for ask in (Ask([_ASKING]), mine)]
+    asks: list[Ask] = []
+    queued = False
+    for ask in job.asks:
+        if not queued:
+            asks.append(Ask([ASKING]))
+        queued = queued or ask.parts[0] is MULTI  # holds until EXEC, and would be one more item of its reply
+        asks.append(ask)
+    return asks
 
 
 def _quiet(asks: Sequence[Ask]) -> list[Ask]:

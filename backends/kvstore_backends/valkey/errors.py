@@ -6,6 +6,8 @@ help, and what to look at. MOVED and ASK are followed by `dispatch` and get here
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstore.backend import Outcome
@@ -98,18 +100,34 @@ _ERR: tuple[tuple[str, Meaning], ...] = (
 HALTING = frozenset({"OOM", "MISCONF", "NOREPLICAS", "READONLY", "LOADING", "NOAUTH", "NOPERM", "MASTERDOWN"})
 """What the next command of the pipeline would be told, too: what was not sent yet is not sent."""
 
+_ECHO = ", with args"  # "unknown command `HELLO`, with args beginning with: `2`, `AUTH`, …"
+_MOST_SAID = 200
+
 _OURS = frozenset({"tls", "fork"})  # kinds of `LinkError` where another try is in vain
 
 
 class Faults:
     """Maps what went wrong to errors of ours.
 
+    What a server says is shown, but no secret in it: some repeat the command that they do not know, HELLO with its
+    password, and some name the user.
+
     Args:
         backend: its name.
+        secrets: words that are not to be shown.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, secrets: Sequence[str | None] = ()) -> None:
         self._backend = backend
+        words = sorted((re.escape(secret) for secret in secrets if secret), key=len, reverse=True)
+        self._secrets = re.compile(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)") if words else None
+
+    def shown(self, text: str) -> str:
+        """What may be shown of a server's words."""
+        text = text.partition(_ECHO)[0]
+        if self._secrets is not None:
+            text = self._secrets.sub("***", text)
+        return text[:_MOST_SAID]
 
     def late(self, operation: str, key: bytes | None = None) -> Outcome:
         error = TransientError("the deadline passed", backend=self._backend, operation=operation, key=key)
@@ -123,7 +141,7 @@ class Faults:
         return Outcome.failed(self.of(error, operation, key))
 
     def of(self, error: Exception, operation: str, key: bytes | None = None) -> KVStoreError:
-        """The error of ours for `error`, which becomes its cause."""
+        """The error of ours for `error`, which becomes its cause, but for secrets in it."""
         if isinstance(error, KVStoreError):
             return error
         where: dict[str, Any] = {"backend": self._backend, "operation": operation, "key": key, "cause": error}
@@ -131,7 +149,8 @@ class Faults:
             return (PermanentError if error.kind in _OURS else TransientError)(str(error), **where)
         if isinstance(error, ReplyError):
             meaning = meaning_of(error)
-            said = error.code if meaning.quiet else error.text[:200]
+            said = error.code if meaning.quiet else self.shown(error.text)
+            where["cause"] = ReplyError(said)
             text = f"{meaning.check} (the server said: {said})" if meaning.check else f"the server said: {said}"
             return (TransientError if meaning.transient else PermanentError)(text, **where)
         raise error

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from .errors import HALTING, LinkError, ReplyError
 from .link import Link
 from .options import Node
-from .resp import Ask, Part
+from .resp import PENDING, Ask, Part
 
 __all__ = ["Run", "exchange"]
 
@@ -133,6 +133,9 @@ class Run:
             ask = asks[self._done]
             if not link.next_reply(ask):
                 return
+            if not isinstance(ask.reply, ask.accepts) and not isinstance(ask.reply, ReplyError):
+                ask.reply = PENDING
+                raise LinkError("protocol", f"{self.node} answers with something else than it was asked for")
             self._done += 1
             self._expected -= ask.expect
             if self._done <= len(self._greeting):

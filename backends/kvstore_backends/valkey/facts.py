@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .dispatch import Dispatch
 from .options import Node
-from .resp import Ask, command
+from .resp import Ask, command, count_of
 from .topology import View
 
 __all__ = ["Facts", "advice_on", "read_facts"]
@@ -46,8 +46,9 @@ def read_facts(view: View, dispatch: Dispatch, deadline: float) -> Facts:
         said = _fields(ask.reply) if isinstance(ask.reply, bytes) else {}
         if "maxmemory_policy" in said:
             policies[str(node)] = said["maxmemory_policy"]
-        if said.get("maxmemory", "").isdigit():
-            maxmemory[str(node)] = int(said["maxmemory"])
+        limit = count_of(said.get("maxmemory", "").encode())
+        if limit is not None:
+            maxmemory[str(node)] = limit
     return Facts(
         "cluster" if view.cluster else "single",
         ".".join(map(str, view.version)),

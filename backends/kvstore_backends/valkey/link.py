@@ -18,15 +18,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore_backends._resolver import Address
+
 from .errors import LinkError, ReplyError
 from .options import Node
-from .resolver import Address
 from .resp import Ask, Part, number, parse
 
 __all__ = ["Link"]
 
 _BUFFER = 64 << 10
-_LARGEST_BUFFER = 32 << 20  # for a reply that becomes an object: a page of names
+_LARGEST_BUFFER = 16 << 20  # for a reply that becomes an object: a page of names
+_KEPT_BUFFER = 1 << 20  # a larger one is given back when it is empty
 _IOV = 512
 _SLICE = 4 << 20  # sent or received before the others have their turn
 _LOW_WATER = 1 << 20
@@ -63,6 +65,7 @@ class Link:
         self.began = time.monotonic()
         self._try_until = until
         self._failure: OSError | None = None
+        self._ended = False
         self._sock: socket.socket | None = None
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
@@ -93,6 +96,8 @@ class Link:
             LinkError: "connect" or "tls".
         """
         while True:
+            if self._ended:
+                raise LinkError("closed", "the backend was closed")
             if self._sock is None and not self._dial():
                 raise self._unreachable()
             sock = self._sock
@@ -118,7 +123,11 @@ class Link:
             return False
         self._try_until = now + (self.until - now) / len(self._addresses)
         family, address = self._addresses.popleft()
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor left, or a kernel without IPv6
+            self._failure = error
+            return bool(self._addresses)
         sock.setblocking(False)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -186,12 +195,15 @@ class Link:
 
     def stale(self) -> bool:
         """Whether an idle connection has ended, or says what nobody asked for."""
+        if self.unread:
+            return True
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN | select.POLLRDHUP)
         return self._begin < self._end or bool(poll.poll(0))
 
     def hang_up(self) -> None:
         """From any thread: what the connection is used for ends soon. Its descriptor stays."""
+        self._ended = True
         sock = self._sock
         if sock is not None:
             try:
@@ -296,6 +308,9 @@ class Link:
     def _make_room(self) -> None:
         if self._begin == self._end:
             self._begin = self._end = 0
+            if len(self._buffer) > _KEPT_BUFFER:
+                self._buffer = bytearray(_BUFFER)
+                self._view = memoryview(self._buffer)
         elif self._begin > _BUFFER // 2 or self._end == len(self._buffer):
             rest = self._end - self._begin
             self._buffer[:rest] = self._buffer[self._begin : self._end]
@@ -303,7 +318,7 @@ class Link:
         if self._end == len(self._buffer):
             if self._end >= _LARGEST_BUFFER:
                 raise LinkError("protocol", f"{self.node} sends a reply of more than {_LARGEST_BUFFER >> 20} MiB")
-            larger = bytearray(4 * self._end)
+            larger = bytearray(min(4 * self._end, _LARGEST_BUFFER))
             larger[: self._end] = self._buffer
             self._buffer, self._view = larger, memoryview(larger)
 

@@ -16,12 +16,12 @@ from kvstore.backend import MISS, OK, KeyInfo, Outcome, Status
 from kvstore.errors import TransientError
 from kvstore.keys import Key
 
-from .dispatch import Dispatch, Job
+from .dispatch import ASKING, Dispatch, Job
 from .errors import Faults, LinkError, ReplyError
 from .names import aside_name, key_of, record_name, scan_pattern, slot_of
 from .options import Node, Settings
 from .reads import GONE
-from .resp import PENDING, Ask, about, command
+from .resp import MULTI, PENDING, Ask, about, command
 from .topology import Topology
 
 __all__ = ["Meta"]
@@ -52,7 +52,7 @@ class Meta:
         jobs = []
         for key in keys:
             name = record_name(self._prefix, key)
-            jobs.append(Job(slot_of(name), [Ask([about(verb, name)]) for verb in verbs]))
+            jobs.append(Job(slot_of(name), [Ask([about(verb, name)], accepts=int) for verb in verbs]))
         return jobs
 
     # stat and delete
@@ -68,6 +68,8 @@ class Meta:
         for key, job in zip(keys, jobs, strict=True):
             if job.trouble is not None:
                 outcomes.append(self._faults.outcome(job.trouble, "stat", key))
+            elif job.asks[0].reply < 0:
+                outcomes.append(self._faults.outcome(LinkError("protocol", "STRLEN is negative"), "stat", key))
             else:
                 size = job.asks[0].reply
                 outcomes.append(Outcome(Status.OK, size) if size or job.asks[1].reply else MISS)
@@ -75,11 +77,11 @@ class Meta:
 
     def _at_once(self, job: Job, deadline: float) -> tuple[Any, Any]:
         """The replies of a job's asks, taken in one moment."""
-        parts = [command(b"MULTI"), *(part for ask in job.asks for part in ask.parts), command(b"EXEC")]
+        parts = [MULTI, *(part for ask in job.asks for part in ask.parts), command(b"EXEC")]
         whole = Job(job.slot, [Ask([part]) for part in parts])
         self._dispatch.run([whole], deadline)
         reply = whole.trouble or whole.asks[-1].reply
-        if isinstance(reply, list) and len(reply) == 2:
+        if isinstance(reply, list) and len(reply) == 2 and all(isinstance(one, int) for one in reply):
             return reply[0], reply[1]
         job.error = reply if isinstance(reply, Exception) else LinkError("protocol", "EXEC gave no two replies")
         return PENDING, PENDING
@@ -111,7 +113,8 @@ class Meta:
         outcomes: list[Outcome] = []
         for key in keys:
             name = record_name(self._prefix, key)
-            job = Job(slot_of(name), [Ask([about(b"WATCH", name)]), Ask([about(b"PEXPIRETIME", name)])])
+            watch, version = Ask([about(b"WATCH", name)]), Ask([about(b"PEXPIRETIME", name)], accepts=int)
+            job = Job(slot_of(name), [watch, version])
             job.asks[1].follow = self._decide(job, name, self._seen(key))
             self._dispatch.run([job], deadline)
             outcomes.append(self._set_aside(job, key))
@@ -124,17 +127,17 @@ class Meta:
             else:
                 more = [Ask([part]) for part in self._away(name)]
             job.asks += more
-            return more
+            return [Ask([ASKING]), *more] if job.asking is not None else more
 
         return follow
 
     def _away(self, name: bytes) -> list[bytes]:
         keep = round(self._settings.quarantine * 1000)
         if not keep:
-            return [command(b"MULTI"), about(b"UNLINK", name), command(b"EXEC")]
+            return [MULTI, about(b"UNLINK", name), command(b"EXEC")]
         aside = aside_name(self._prefix, name, random.getrandbits(64))
         return [
-            command(b"MULTI"), command(b"RENAME", name, aside), command(b"PEXPIRE", aside, keep), command(b"EXEC")
+            MULTI, command(b"RENAME", name, aside), command(b"PEXPIRE", aside, keep), command(b"EXEC")
         ]  # fmt: skip
 
     def _set_aside(self, job: Job, key: Key) -> Outcome:
@@ -177,15 +180,14 @@ class Meta:
                     break
 
     def _scan(self, node: Node, cursor: bytes, deadline: float) -> tuple[bytes, list[bytes]]:
-        ask = Ask([command(b"SCAN", cursor, b"MATCH", scan_pattern(self._prefix), b"COUNT", _PAGE)])
+        ask = Ask([command(b"SCAN", cursor, b"MATCH", scan_pattern(self._prefix), b"COUNT", _PAGE)], accepts=list)
         self._asked(lambda: self._dispatch.on(node, [ask], deadline))
         reply = ask.reply
         if isinstance(reply, ReplyError):
-            mapped = self._faults.of(reply, "list")
-            raise mapped from reply
-        if not (isinstance(reply, list) and len(reply) == 2 and isinstance(reply[1], list)):
-            raise TransientError("SCAN gave no page", backend=self._settings.name, operation="list")
-        return reply[0], reply[1]
+            raise self._faults.of(reply, "list")
+        if len(reply) == 2 and isinstance(reply[0], bytes) and isinstance(reply[1], list):
+            return reply[0], [name for name in reply[1] if isinstance(name, bytes)]
+        raise TransientError("SCAN gave no page", backend=self._settings.name, operation="list")
 
     def _sizes(self, node: Node, keys: Sequence[Key], deadline: float) -> list[KeyInfo]:
         """Size and time of last use, without using them."""
@@ -198,7 +200,7 @@ class Meta:
         page: list[KeyInfo] = []
         for index, key in enumerate(keys):
             idle, size = asks[2 * index].reply, asks[2 * index + 1].reply
-            if not isinstance(size, int) or (idle is None and not size):
+            if not isinstance(size, int) or size < 0 or (idle is None and not size):
                 continue  # it has gone meanwhile, or is nothing of ours, or its slot has moved
             page.append(KeyInfo(key, size, now - idle if isinstance(idle, int) else 0.0))
         return page
@@ -209,4 +211,4 @@ class Meta:
             return do()
         except (LinkError, ReplyError) as error:
             mapped = self._faults.of(error, "list")
-            raise mapped from error
+            raise mapped from mapped.cause

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.options import Option
 from kvstore.registry import BackendURL
 
-__all__ = ["DEFAULT_PORT", "OPTIONS", "Node", "Settings", "settings_from_url"]
+__all__ = ["DEFAULT_PORT", "OPTIONS", "Node", "Settings", "as_bytes", "settings_from_url"]
 
 MIB = 1 << 20
 DEFAULT_PORT = 6379
@@ -100,10 +101,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         for option in OPTIONS:
-            option.parse(getattr(self, option.name))
+            value = getattr(self, option.name)
+            option.parse(value)
+            if isinstance(value, str):
+                _check_text(value, f"{self.scheme}: option {option.name}")
         where = self.name
         if not self.seeds:
             raise ConfigError(f"{where} names no server")
+        if self.tls_server_name is not None and not _is_server_name(self.tls_server_name):
+            raise ConfigError(f"{where}: tls_server_name must be a host name")
         if _BAD_IN_PREFIX.search(self.prefix) or self.prefix.startswith("/") or len(self.prefix.encode()) > 800:
             raise ConfigError(f"{where}: a prefix has no braces, no empty, '.' or '..' parts and at most 800 bytes")
         if self.prefix and not self.prefix.endswith("/"):
@@ -149,6 +155,33 @@ def _node(text: str, default: int, scheme: str) -> Node:
     match = _HOST.match(text)
     rest = text[match.end() :] if match else ""
     port = rest[1:] if rest.startswith(":") else ""
-    if match is None or (rest and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
+    wrong = match is not None and match["v6"] is not None and not _is_ipv6(match["v6"])
+    if match is None or wrong or (rest and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
         raise ConfigError(f"{scheme}:// needs servers: {scheme}://host:port[,host:port]/prefix, with ports 1 to 65535")
     return Node(match["v6"] or match["name"], int(port) if port else default)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _is_server_name(text: str) -> bool:
+    try:
+        return not text.startswith(".") and bool(text.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+def as_bytes(text: str) -> bytes:
+    """As the server gets it. Bytes of the environment that are no UTF-8 are what they were (PEP 383)."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        as_bytes(text)
+    except UnicodeEncodeError:  # its repr would show all of a secret
+        raise ConfigError(f"{what} has characters that are none") from None

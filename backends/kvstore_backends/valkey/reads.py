@@ -71,12 +71,12 @@ class _Record(Job):
         self.final: dict[int, int] = {}
         self._spans = _spans(items, reads, part)
         version = [about(b"PEXPIRETIME", name)]
-        asks = [Ask(version)]
+        asks = [Ask(version, accepts=int)]
         for first, pieces in self._spans:
             nbytes = sum(len(piece.view) for piece in pieces)
             words = get_range(name, first, first + nbytes - 1)
             asks.append(Ask([words], [piece.view for piece in pieces], expect=nbytes))
-        asks.append(Ask(version))
+        asks.append(Ask(version, accepts=int))
         super().__init__(slot_of(name), asks, settled=lambda: bool(self.final))
         if len(self._spans) == 1:  # its pieces are whole reads, and of one version: each is final when it is there
             asks[1].landed = self._landing(reads)

@@ -11,15 +11,28 @@ from typing import Any
 
 from .errors import LinkError, ReplyError
 
-__all__ = ["PENDING", "Ask", "Part", "about", "command", "get_range", "number", "parse", "set_once"]
+__all__ = [
+    "MULTI",
+    "PENDING",
+    "Ask",
+    "Part",
+    "about",
+    "command",
+    "count_of",
+    "get_range",
+    "number",
+    "parse",
+    "set_once",
+]
 
 Part = bytes | memoryview
 
 PENDING: Any = type("Pending", (), {"__repr__": lambda self: "PENDING"})()
 """The reply of an `Ask` that has none yet."""
 
-_MOST_BULK = 16 << 20  # of a bulk string without a sink
-_MOST_ITEMS = 1 << 20  # of an array
+_MOST_BULK = 4 << 20  # of a bulk string without a sink
+_MOST_ITEMS = 1 << 19  # of an array, with those in it; a cluster of 16384 ranges has 400 000
+_MOST_DIGITS = 18
 _MOST_DEPTH = 8
 _MOST_LINE = 64 << 10
 
@@ -35,12 +48,13 @@ class Ask:
         landed: with a sink: called with a view's index and how many of its bytes came, in order, as each is complete.
         follow: called with the reply; asks that are sent next, before anything else. Only for an ask that is the last
             one of its pipeline.
+        accepts: types that the reply may have, if it is no error; another is a mistake, and ends the connection.
         halts: some errors in reply to it (`errors.HALTING`) would be the reply to all that comes after it, too, which
             is then not sent.
         reply: `PENDING`, or what came.
     """
 
-    __slots__ = ("expect", "follow", "halts", "landed", "parts", "reply", "sink")
+    __slots__ = ("accepts", "expect", "follow", "halts", "landed", "parts", "reply", "sink")
 
     def __init__(
         self,
@@ -48,6 +62,7 @@ class Ask:
         sink: Sequence[memoryview] = (),
         *,
         expect: int = 0,
+        accepts: type | tuple[type, ...] = object,
         halts: bool = False,
         landed: Callable[[int, int], None] | None = None,
         follow: Callable[[Any], Sequence[Ask]] | None = None,
@@ -55,6 +70,7 @@ class Ask:
         self.parts = parts
         self.sink = sink
         self.expect = expect
+        self.accepts = accepts
         self.halts = halts
         self.landed = landed
         self.follow = follow
@@ -68,6 +84,9 @@ def command(*words: bytes | int) -> bytes:
         text = b"%d" % word if isinstance(word, int) else word
         pieces.append(b"$%d\r\n%s\r\n" % (len(text), text))
     return b"".join(pieces)
+
+
+MULTI = command(b"MULTI")
 
 
 def about(verb: bytes, name: bytes) -> bytes:
@@ -91,8 +110,13 @@ def set_once(name: bytes, views: Sequence[memoryview], nbytes: int, milliseconds
     return [head, *(view for view in views if len(view)), tail]
 
 
-def parse(buffer: bytearray, begin: int, end: int, depth: int = 0) -> tuple[Any, int] | None:
+def parse(
+    buffer: bytearray, begin: int, end: int, depth: int = 0, left: list[int] | None = None
+) -> tuple[Any, int] | None:
     """The reply that begins at `begin`, and where it ends; None: not all of it is there yet.
+
+    Args:
+        depth, left: of the array that it is in; how many more items that may have.
 
     Raises:
         LinkError: "protocol": this is no reply, or one that is larger than anything we ask for.
@@ -111,9 +135,9 @@ def parse(buffer: bytearray, begin: int, end: int, depth: int = 0) -> tuple[Any,
         return bytes(line), at
     if kind == 0x24:  # $
         size = number(line)
-        if size < 0:
-            return None if size != -1 else (None, at)
-        if size > _MOST_BULK:
+        if size == -1:
+            return None, at
+        if not 0 <= size <= _MOST_BULK:
             raise LinkError("protocol", f"the server sends a string of {size} bytes, which nobody asked for")
         if end - at < size + 2:
             return None
@@ -123,18 +147,19 @@ def parse(buffer: bytearray, begin: int, end: int, depth: int = 0) -> tuple[Any,
     if kind == 0x2D:  # -
         return ReplyError(line.decode("utf-8", "replace")), at
     if kind == 0x2A:  # *
-        return _array(buffer, at, end, number(line), depth)
+        return _array(buffer, at, end, number(line), depth, [_MOST_ITEMS] if left is None else left)
     raise LinkError("protocol", "the server does not speak RESP2")
 
 
-def _array(buffer: bytearray, at: int, end: int, count: int, depth: int) -> tuple[Any, int] | None:
+def _array(buffer: bytearray, at: int, end: int, count: int, depth: int, left: list[int]) -> tuple[Any, int] | None:
     if count == -1:
         return None, at
-    if not 0 <= count <= _MOST_ITEMS or depth >= _MOST_DEPTH:
+    left[0] -= max(0, count)
+    if count < 0 or left[0] < 0 or depth >= _MOST_DEPTH:
         raise LinkError("protocol", f"the server sends an array of {count} items at depth {depth}")
     items: list[Any] = []
     for _ in range(count):
-        found = parse(buffer, at, end, depth + 1)
+        found = parse(buffer, at, end, depth + 1, left)
         if found is None:
             return None
         item, at = found
@@ -147,3 +172,8 @@ def number(text: bytes | bytearray) -> int:
     if len(text) <= 20 and (text.isdigit() or (text[:1] == b"-" and text[1:].isdigit())):
         return int(text)
     raise LinkError("protocol", "the server sends a length or number that is none")
+
+
+def count_of(text: bytes) -> int | None:
+    """A decimal number of few digits, without a sign; None if it is none."""
+    return int(text) if len(text) <= _MOST_DIGITS and text.isdigit() else None

@@ -18,9 +18,9 @@ from .exchange import Run, exchange
 from .names import SLOTS
 from .options import Node, Settings
 from .pool import Pool
-from .resp import Ask, command
+from .resp import Ask, command, count_of
 
-__all__ = ["Topology", "View", "version_of"]
+__all__ = ["Topology", "View", "node_at", "version_of"]
 
 logger = logging.getLogger("kvstore.backends.valkey")
 
@@ -153,23 +153,19 @@ class Topology:
         self, pairs: Sequence[tuple[Node, Ask | None]], deadline: float, *, sentinel: bool = False, **options: Any
     ) -> list[Run]:
         """One run for each server. Raises `LinkError` if not even a name was resolved."""
-        runs: list[Run] = []
         failure: Exception | None = None
-        for node, ask in pairs:
-            try:
-                runs.append(
-                    self._pool.run(node, [ask] if ask else [], deadline=deadline, sentinel=sentinel, fresh=True)
-                )
+        with self._pool.runs(keep=not sentinel) as runs:
+            for node, ask in pairs:
+                asks = [ask] if ask else []
+                try:
+                    runs.append(self._pool.run(node, asks, deadline=deadline, sentinel=sentinel, fresh=True))
+                except LinkError as error:
+                    failure = error
+                    continue
                 runs[-1].mine = ask
-            except LinkError as error:
-                failure = error
-        if not runs and failure is not None:
-            raise failure
-        try:
+            if not runs and failure is not None:
+                raise failure
             exchange(runs, deadline=deadline, silence=self._settings.read_timeout, **options)
-        finally:
-            for run in runs:
-                self._pool.done(run, keep=not sentinel)
         return runs
 
     def _single(self, seeds: Sequence[Node], deadline: float) -> View:
@@ -220,16 +216,18 @@ def _why(runs: Sequence[Run]) -> Exception:
 
 def _address(run: Run) -> Node | None:
     reply = run.mine.reply if run.mine is not None else None
-    if isinstance(reply, list) and len(reply) == 2 and all(isinstance(word, bytes) for word in reply):
-        return Node(reply[0].decode(), int(reply[1])) if reply[1].isdigit() else None
-    return None
+    if not (isinstance(reply, list) and len(reply) == 2 and all(isinstance(word, bytes) for word in reply)):
+        return None
+    port = count_of(reply[1])
+    return None if port is None else node_at(reply[0].decode("utf-8", "replace"), port, run.node)
 
 
 def version_of(facts: dict[str, Any]) -> tuple[int, int]:
     """(major, minor) as told by HELLO; (0, 0) if it says nothing."""
     text = facts.get("version", b"")
-    parts = text.split(b".")[:2] if isinstance(text, bytes) else []
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
+    parts = text.split(b".", 2)[:2] if isinstance(text, bytes) else []
+    numbers = [number for number in map(count_of, parts) if number is not None]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
 
 
 def checked_version(run: Run) -> tuple[int, int]:
@@ -243,7 +241,7 @@ def checked_version(run: Run) -> tuple[int, int]:
 def _read_map(run: Run) -> View:
     """The reply to CLUSTER SLOTS: [first, last, [host, port, …], replicas …] for each range of slots.
 
-    A host that is empty or nil is the one that was asked (its `cluster-preferred-endpoint-type` is unknown-endpoint).
+    A host may be nil.
     """
     version = checked_version(run)
     slots: list[Node | None] = [None] * SLOTS
@@ -265,7 +263,17 @@ def _read_map(run: Run) -> View:
 
 def _node_of(server: Any, asked: Node) -> Node:
     host, port, *_ = server
-    text = host.decode() if isinstance(host, bytes) else ""
-    if not isinstance(port, int) or not 0 < port < 65536:
+    if not isinstance(port, int):
+        raise TypeError
+    node = node_at(host.decode() if isinstance(host, bytes) else "", port, asked)
+    if node is None:
         raise ValueError
-    return Node(asked.host if text in ("", "?") else text, port)
+    return node
+
+
+def node_at(host: str, port: int, asked: Node) -> Node | None:
+    """Where a server says that another one is. A host that is empty or unknown is that of the server that was asked
+    (its `cluster-preferred-endpoint-type` is unknown-endpoint, or hostname and it has none).
+    None: there is no such port.
+    """
+    return Node(asked.host if host in ("", "?") else host, port) if 0 < port < 65536 else None

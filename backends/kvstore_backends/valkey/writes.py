@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import NoneType
 
 from kvstore.backend import EXISTS, Outcome, Status, Write
 from kvstore.keys import Key
 
 from .dispatch import Dispatch, Job
-from .errors import Faults
+from .errors import Faults, LinkError
 from .names import record_name, slot_of
 from .options import Settings
 from .resp import Ask, about, set_once
@@ -79,7 +80,7 @@ class Writer:
         """Fill in the outcomes of `items`, which have different keys."""
         names = {item: record_name(self._prefix, writes[item].key) for item in items}
         asked = {
-            item: Job(slot_of(name), [Ask([about(b"EXISTS", name)])])
+            item: Job(slot_of(name), [Ask([about(b"EXISTS", name)], accepts=int)])
             for item, name in names.items()
             if sizes[item] >= self._ask_from
         }
@@ -94,10 +95,15 @@ class Writer:
             else:
                 life = self._life + int(self._rng() * self._spread)
                 parts = set_once(names[item], writes[item].src, sizes[item], life)
-                jobs[item] = Job(slot_of(names[item]), [Ask(parts, halts=True)])
+                jobs[item] = Job(slot_of(names[item]), [Ask(parts, halts=True, accepts=(bytes, NoneType))])
         self._dispatch.run(list(jobs.values()), deadline)
         for item, job in jobs.items():
             if job.trouble is not None:
                 outcomes[item] = self._faults.outcome(job.trouble, "put", writes[item].key)
+            elif job.asks[0].reply is None:
+                outcomes[item] = EXISTS
+            elif job.asks[0].reply == b"OK":
+                outcomes[item] = Outcome(Status.OK, sizes[item])
             else:
-                outcomes[item] = EXISTS if job.asks[0].reply is None else Outcome(Status.OK, sizes[item])
+                said = LinkError("protocol", "the server neither stored the record nor said why")
+                outcomes[item] = self._faults.outcome(said, "put", writes[item].key)

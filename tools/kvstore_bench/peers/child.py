@@ -459,10 +459,13 @@ def main(name: str, path: str) -> None:
         lane = socket.socket(socket.AF_UNIX)
         lane.connect(path)
         lanes.append(threading.Thread(target=serve, args=(peer, lane), daemon=True))
-    first.sendall(json.dumps(hello).encode() + b"\n")
-    for thread in lanes:
-        thread.start()
-    serve(peer, first)
+    try:
+        first.sendall(json.dumps(hello).encode() + b"\n")
+        for thread in lanes:
+            thread.start()
+        serve(peer, first)
+    except OSError:  # who asked went away
+        pass
     peer.close()
     os._exit(0)  # library threads are not worth waiting for
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ PEERS = {
 
 _START_S = 120.0
 _ANSWER_S = 120.0
+_STOP_S = 5.0
 
 
 class PeerProcess:
@@ -89,7 +91,7 @@ class PeerProcess:
                 connection, _ = listener.accept()
                 break
             except TimeoutError:
-                if self._process.poll() is not None or time.monotonic() > end:
+                if self._ended() or time.monotonic() > end:
                     raise ConfigError(f"the peer's process did not start: {self._tail()}") from None
         connection.settimeout(_ANSWER_S)
         self._streams.append(self._stack.enter_context(connection.makefile("rwb")))
@@ -129,12 +131,19 @@ class PeerProcess:
         """CPU seconds of all its processes so far."""
         return sum(map(cpu_of, self.pids))
 
+    def _ended(self) -> bool:
+        """Whether it has; it is not waited for yet."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
     def _end(self) -> None:
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """It, and what it started and could not end, which is in its process group. Until it is waited for, its id and
+        its group's are nobody else's."""
+        end = time.monotonic() + _STOP_S
+        while not self._ended() and time.monotonic() < end:
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def close(self) -> None:
         """End it: it goes when its connections are closed."""
