@@ -18,14 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 from kvstore.buffers import Slab
 from kvstore_transport import Answer, Channel, Handler, Incoming, Server, TransportError, connect
 from kvstore_transport.bodies import TRANSPORTS, way
 from kvstore_transport.errors import TransportUnavailable
 from kvstore_transport.inproc import InprocServer
-from tests.servers.certificate import make_certificate
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -76,6 +73,8 @@ REMOTE = [kind for kind in KINDS if kind.over != "inproc"]
 
 def params(kinds: Sequence[Kind]) -> list[Any]:
     """For `pytest.fixture(params=…)`."""
+    import pytest  # not in the processes that only serve: half of their start
+
     leaves = pytest.mark.leaves("the UCX context and its descriptors are the process's")
     return [
         pytest.param(kind, id=kind.name, marks=[leaves] if kind.transport.startswith("ucx") else []) for kind in kinds
@@ -90,6 +89,8 @@ def soon(seconds: float = 30.0) -> float:
 @functools.cache
 def tls_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """(the server's, a client's that trusts it)."""
+    from tests.servers.certificate import make_certificate
+
     with tempfile.TemporaryDirectory() as folder:
         path = make_certificate(Path(folder) / "cert.pem")
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -340,7 +341,7 @@ def _main(name: str, place: str) -> None:
     kind = BY_NAME[name]
     memory = Memory()
     toy = Toy(memory if kind.transport == "shm" else None)
-    for nbytes in (64 * MIB,) if kind.transport == "shm" else ():
+    for nbytes in (16 * MIB,) if kind.transport == "shm" else ():
         toy.made(nbytes)
     where: dict[str, Any] = {"path": place}
     if kind.over != "unix":

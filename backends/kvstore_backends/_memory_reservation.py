@@ -83,7 +83,9 @@ class Reservation:
         views: the memory of each record, writable, once `rooms` has yielded its index.
     """
 
-    __slots__ = ("_buffers", "_ended", "_mine", "_rival", "_store", "keys", "parents", "places", "sizes", "views")
+    __slots__ = (
+        "_buffers", "_ended", "_mine", "_overtaken", "_rival", "_store", "keys", "parents", "places", "sizes", "views",
+    )  # fmt: skip
 
     def __init__(
         self, store: MemoryStore, keys: Sequence[Key], sizes: Sequence[int], parents: Sequence[Key | None]
@@ -93,11 +95,17 @@ class Reservation:
         self.parents = parents
         self._ended = False
         self._rival = False  # whether others have claimed one of its keys before
+        self._overtaken = False  # whether one of them has stored one before us
         self.places: Sequence[int] = ()
         self.keys = keys
         self.sizes = sizes
         self.views: list[memoryview] = []
         self._buffers: list[Buffer | None] = []  # None: none yet, or no longer
+
+    @property
+    def contested(self) -> bool:
+        """Whether somebody else may have stored one of its keys, so that it may lie elsewhere by now."""
+        return self._rival or self._overtaken
 
     def _settle(self) -> None:
         """Of the batch, keep what was claimed."""
@@ -145,7 +153,8 @@ class Reservation:
 
         Args:
             born: when each of them was put, on the clock of `MemoryStore.expiry`; empty: now.
-            held: they are put here with a reader each, for `MemoryStore.let_go`; None: they get none.
+            held: they are put here with a reader each, for `MemoryStore.let_go`, and count as read; None: they are
+                not.
 
         Returns:
             indices of those that somebody else has stored meanwhile; their memory is given back.
@@ -174,8 +183,11 @@ class Reservation:
                         lost.append(index)
                         del ready[key]
                         continue
-                    if pending.get(key) is self:
+                    holder = pending.get(key)
+                    if holder is self:
                         del pending[key]
+                    elif holder is not None:
+                        holder._overtaken = True
                     if key not in policy:  # the first to claim it gave up
                         policy.admit(key, sizes[index], parent=self.parents[index])
             else:
@@ -184,7 +196,7 @@ class Reservation:
             records.update(ready)
             if held is not None:
                 for record in ready.values():
-                    record.readers = 1
+                    record.readers, record.read = 1, True
                 held.update(ready)
             store.changed.notify_all()
         self.give_back(lost)

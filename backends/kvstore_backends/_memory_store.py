@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from kvstore.backend import Outcome, Status
 from kvstore.buffers import Buffer, BufferPool
 from kvstore.errors import ClosedError, ConfigError, PoolExhausted
-from kvstore.eviction import make_policy
+from kvstore.eviction import RecordInfo, make_policy
 from kvstore.keys import Key
 
 from ._memory_reservation import ALIGNMENT, Claimed, Expiry, Record, Reservation, span
@@ -125,12 +125,13 @@ class MemoryStore:
 
     def claim(
         self, keys: Sequence[Key], sizes: Sequence[int], parents: Sequence[Key | None], places: Sequence[int],
-        *, rival: bool = False,
+        *, rival: bool = False, infos: Sequence[RecordInfo | None] = (),
     ) -> Claimed:  # fmt: skip
         """Announce the records of a batch that are not there yet.
 
         Args:
             keys, sizes, parents: of the whole batch; bytes, and see `Write.parent`.
+            infos: of the whole batch, see `Write.info`; empty: nothing is known.
             places: which of them to look at.
             rival: take also those that somebody else is storing: who commits first has stored it.
 
@@ -164,7 +165,7 @@ class MemoryStore:
                     else:
                         pending[key] = reservation
                         # Known to the policy before it is asked for room, so that the parent is not taken for a tail.
-                        policy.admit(key, nbytes, parent=parents[place])
+                        policy.admit(key, nbytes, parent=parents[place], info=infos[place] if infos else None)
             policy.touch(asked)
         reservation._settle()
         return Claimed(reservation, there, others, too_large)

@@ -1,58 +1,40 @@
-"""`DiskTier`: the folder below a node's memory. Records are written behind, and read back into reserved memory.
+"""`DiskTier`: the folder below a node's memory. Records are written behind (`_node_backlog`), and read back into
+reserved memory.
 
-A put is over when the record is in memory. One thread writes it to the folder later, from the same memory: the record
-is pinned until then. What waits is bounded in bytes; what does not fit is counted and stays in memory only.
+Reading back never waits for a writer, who may have stopped: its reservation is rivalled, and who is ready first wins.
+Several readers of one record bring it up once. While a record is being removed it is neither written nor brought up,
+and a read that was under way when that began is not believed: what was removed does not come back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvstore.backend import MISS, Backend, KeyInfo, Outcome, Read, Write
-from kvstore.errors import ClosedError, ConfigError, KVStoreError, TransientError
+from kvstore.backend import MISS, Backend, KeyInfo, Outcome, Read
+from kvstore.errors import ConfigError, KVStoreError, TransientError
 from kvstore.eviction import FIFOPolicy
 from kvstore.keys import Key
 from kvstore.registry import BackendURL, open_backend, parse_url
 
-from ._memory_reservation import Expiry, Record
+from ._memory_reservation import Expiry, Record, Reservation
 from ._memory_store import MemoryStore
+from ._node_backlog import Backlog
 from .file.naming import record_path
 
-__all__ = ["DiskCounts", "DiskTier", "Loaded"]
+__all__ = ["DiskTier", "Loaded"]
 
 logger = logging.getLogger("kvstore.node")
 
-_BATCH_BYTES = 32 << 20
-_BATCH_RECORDS = 256
-_WRITE_S = 60.0  # for one batch
 _SWEEP_S = 600.0  # for one walk
 _ROOM_S = 5.0  # longest wait for memory
 _LAG = 0.1  # of a ttl, by which a use in memory may be unknown to the folder
-
-
-class DiskCounts(NamedTuple):
-    """What became of records on their way to the folder, and back.
-
-    Attributes:
-        written: records stored there.
-        dropped: records that did not fit into the backlog, so are in memory only.
-        failed: records that the folder refused.
-        loaded: records read back into memory.
-        backlog: bytes that wait now.
-    """
-
-    written: int
-    dropped: int
-    failed: int
-    loaded: int
-    backlog: int
 
 
 class Loaded(NamedTuple):
@@ -69,11 +51,6 @@ class Loaded(NamedTuple):
     elsewhere: list[Key]
 
 
-class _Waiting(NamedTuple):
-    record: Record
-    parent: Key | None
-
-
 class DiskTier:
     """A folder below a `MemoryStore`.
 
@@ -81,6 +58,9 @@ class DiskTier:
         url: `file:///folder?…`, with the options of that backend.
         store: the memory above it.
         backlog_bytes: most bytes that wait to be written.
+
+    Attributes:
+        backlog: has records written.
 
     Raises:
         ConfigError: not a file URL, its options are wrong, or they cannot go together with `store.expiry`.
@@ -94,17 +74,12 @@ class DiskTier:
         self._store = store
         self._expiry: Expiry = store.expiry
         self._check_expiry(parsed)
-        self._backlog_bytes = backlog_bytes
-        self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
-        self._writing: frozenset[Key] = frozenset()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._backlog = self._written = self._dropped = self._failed = self._loaded = 0
-        self._expired = 0
-        self._closing = False
+        self._loading: dict[Key, set[Key]] = {}  # being read back, with those of the same load that are not to come up
+        self._loaded = self._expired = 0
         self.backend: Backend = open_backend(parsed)
-        self._thread = threading.Thread(target=self._run, name="kvstore-node-disk", daemon=True)
-        self._thread.start()
+        self.backlog = Backlog(self.backend, store, most_bytes=backlog_bytes, prepare=self._drop_expired)
 
     def _check_expiry(self, url: BackendURL) -> None:
         capped = "bytes" in url.options and url.options.get("policy", "lru") != FIFOPolicy.name
@@ -114,84 +89,15 @@ class DiskTier:
                 "there a read writes the time of last use. Give the disk policy=fifo, or use ttl_from=use"
             )
 
-    # On the way down.
-
-    def offer(self, keys: Sequence[Key], parents: Sequence[Key | None]) -> None:
-        """Have records written that were just put into memory, as far as the backlog allows."""
-        records = self._store.pin(keys)
-        refused: list[Record] = []
-        with self._lock:
-            for key, record, parent in zip(keys, records, parents, strict=True):
-                if record is None:  # gone again
-                    continue
-                nbytes = record.found.nbytes
-                if self._closing or key in self._waiting or self._backlog + nbytes > self._backlog_bytes:
-                    self._dropped += key not in self._waiting
-                    refused.append(record)
-                    continue
-                self._waiting[key] = _Waiting(record, parent)
-                self._backlog += nbytes
-            self._changed.notify_all()
-        self._store.let_go(refused)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not self._waiting and not self._closing:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                batch, nbytes = self._next_batch()
-            try:
-                written, failed = self._write(batch)
-            finally:
-                self._store.let_go([waiting.record for waiting in batch.values()])
-                with self._lock:
-                    self._backlog -= nbytes
-                    self._writing = frozenset()
-                    self._changed.notify_all()
-            with self._lock:
-                self._written += written
-                self._failed += failed
-
-    def _next_batch(self) -> tuple[dict[Key, _Waiting], int]:
-        batch: dict[Key, _Waiting] = {}
-        nbytes = 0
-        while self._waiting and len(batch) < _BATCH_RECORDS:
-            key, waiting = next(iter(self._waiting.items()))
-            if batch and nbytes + waiting.record.found.nbytes > _BATCH_BYTES:
-                break
-            batch[key] = waiting
-            nbytes += waiting.record.found.nbytes
-            del self._waiting[key]
-        self._writing = frozenset(batch)
-        return batch, nbytes
-
-    def _write(self, batch: dict[Key, _Waiting]) -> tuple[int, int]:
-        writes = [Write(key, [waiting.record.view], waiting.parent) for key, waiting in batch.items()]
-        try:
-            outcomes = self.backend.put(writes, deadline=time.monotonic() + _WRITE_S)
-        except ClosedError:
-            return 0, len(writes)
-        failed = [outcome for outcome in outcomes if not outcome.stored]
-        if failed:
-            logger.debug("%d of %d records were not written: %s", len(failed), len(writes), failed[0].error)
-        return len(writes) - len(failed), len(failed)
-
-    def _recall(self, keys: Sequence[Key], deadline: float) -> bool:
-        """Have records not written any more. False if one is being written and was not done by the deadline."""
-        with self._lock:
-            recalled = [self._waiting.pop(key) for key in keys if key in self._waiting]
-            self._backlog -= sum(waiting.record.found.nbytes for waiting in recalled)
-            wanted = set(keys)
-            while not wanted.isdisjoint(self._writing):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(None if left > threading.TIMEOUT_MAX else left)
-            done = wanted.isdisjoint(self._writing)
-        self._store.let_go([waiting.record for waiting in recalled])
-        return done
+    def _drop_expired(self, keys: Sequence[Key]) -> None:
+        """Before they are written: files whose time has come stand in the way of new ones."""
+        ttl = self._expiry.ttl
+        if ttl == math.inf:
+            return
+        now = self._expiry.clock()
+        old = [key for key in keys if 0.0 < self._age_mark(key) <= now - ttl]
+        if old:
+            self.backend.delete(old, deadline=time.monotonic() + _SWEEP_S)
 
     # On the way up.
 
@@ -217,48 +123,86 @@ class DiskTier:
 
         What is gone by now is in no part of the answer.
         """
-        store, loaded = self._store, Loaded({}, {}, [])
+        loaded = Loaded({}, {}, [])
         todo: Sequence[int] = range(len(keys))
-        nobody: list[Key | None] = [None] * len(keys)
-        while todo:
-            if time.monotonic() >= deadline:
-                late = TransientError("the deadline passed", backend=self.backend.name, operation="get")
-                loaded.failures.update((keys[place], late) for place in todo)
-                break
-            reservation, there, todo, too_large = store.claim(keys, sizes, nobody, todo)
+        try:
+            while todo:
+                if time.monotonic() >= deadline:
+                    late = TransientError("the deadline passed", backend=self.backend.name, operation="get")
+                    loaded.failures.update((keys[place], late) for place in todo)
+                    break
+                doomed: set[Key] = set()
+                with self._lock:
+                    mine = [place for place in todo if keys[place] not in self._loading]
+                    self._loading.update((keys[place], doomed) for place in mine)
+                    todo = [place for place in todo if self._loading[keys[place]] is not doomed]
+                try:
+                    there = [place for place in mine if not self.backlog.is_held(keys[place])]
+                    if there:
+                        self._load(keys, sizes, there, doomed, loaded, deadline)
+                finally:
+                    with self._lock:
+                        for place in mine:
+                            del self._loading[keys[place]]
+                        self._changed.notify_all()
+                self._wait_for_others([keys[place] for place in todo], deadline)
+        except BaseException:
+            self._store.let_go([*loaded.records.values()])
+            raise
+        with self._lock:
+            self._loaded += len(loaded.records)
+        return loaded
+
+    def _wait_for_others(self, keys: Sequence[Key], deadline: float) -> None:
+        """Until one of `keys`, which others are reading back, no longer is; until the deadline at most."""
+        with self._lock:
+            while keys and all(key in self._loading for key in keys):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(None if left > threading.TIMEOUT_MAX else left)
+
+    def _load(
+        self, keys: Sequence[Key], sizes: Sequence[int], places: Sequence[int], doomed: set[Key], loaded: Loaded,
+        deadline: float,
+    ) -> None:  # fmt: skip
+        """Those at `places`, without what is `doomed` by the end."""
+        store = self._store
+        reservation, there, _, too_large = store.claim(keys, sizes, [None] * len(keys), places, rival=True)
+        try:
             loaded.elsewhere.extend(keys[place] for place in there)
             for place in too_large:
                 text = f"a record of {sizes[place]} bytes; the node's memory has {store.pool.largest}"
                 loaded.failures[keys[place]] = TransientError(text, backend=store.name, operation="get")
-            if reservation.places:
-                try:
-                    with_room = [
-                        index for wave in reservation.rooms(min(deadline, time.monotonic() + _ROOM_S)) for index in wave
-                    ]
-                    for index in set(range(len(reservation.places))).difference(with_room):
-                        text = f"no memory for {reservation.sizes[index]} bytes became free in time"
-                        full = TransientError(text, backend=store.name, operation="get")
-                        loaded.failures[reservation.keys[index]] = full
-                    reads = [Read(reservation.keys[index], reservation.views[index]) for index in with_room]
-                    outcomes = self.backend.get_into(reads, deadline=deadline)
-                    whole: list[int] = []
-                    for index, outcome in zip(with_room, outcomes, strict=True):
-                        if outcome.error is not None:
-                            loaded.failures[reservation.keys[index]] = outcome.error
-                        elif outcome.ok and outcome.nbytes == reservation.sizes[index]:
-                            whole.append(index)
-                    brought = [reservation.keys[index] for index in whole]
-                    reservation.commit(whole, born=self._born(brought), held=loaded.records)
-                    self.touch(brought)
-                finally:
-                    reservation.close()
-            if todo:
-                store.wait_for_others([keys[place] for place in todo], deadline)
-        with self._lock:
-            self._loaded += len(loaded.records)
-        for record in loaded.records.values():
-            record.read = True  # its bytes were read, if not from memory
-        return loaded
+            if not reservation.places:
+                return
+            whole = self._read(reservation, loaded.failures, deadline)
+            born = self._born([reservation.keys[index] for index in whole])
+            with self._lock:  # nobody dooms them in between
+                if doomed:
+                    kept = [at for at, index in enumerate(whole) if reservation.keys[index] not in doomed]
+                    whole, born = [whole[at] for at in kept], [born[at] for at in kept] if born else ()
+                lost = reservation.commit(whole, born=born, held=loaded.records)
+            loaded.elsewhere.extend(reservation.keys[index] for index in lost)
+            self.touch([reservation.keys[index] for index in whole])
+        finally:
+            reservation.close()
+
+    def _read(self, reservation: Reservation, failures: dict[Key, KVStoreError], deadline: float) -> list[int]:
+        """Read what there is memory for; the indices of those that are whole."""
+        waves = reservation.rooms(min(deadline, time.monotonic() + _ROOM_S))
+        with_room = [index for wave in waves for index in wave]
+        for index in set(range(len(reservation.places))).difference(with_room):
+            text = f"no memory for {reservation.sizes[index]} bytes became free in time"
+            failures[reservation.keys[index]] = TransientError(text, backend=self._store.name, operation="get")
+        reads = [Read(reservation.keys[index], reservation.views[index]) for index in with_room]
+        whole: list[int] = []
+        for index, outcome in zip(with_room, self.backend.get_into(reads, deadline=deadline), strict=True):
+            if outcome.error is not None:
+                failures[reservation.keys[index]] = outcome.error
+            elif outcome.ok and outcome.nbytes == reservation.sizes[index]:
+                whole.append(index)
+        return whole
 
     def _born(self, keys: Sequence[Key]) -> Sequence[float]:
         """When records were put, if that decides when they go; else nothing, and loading them counts as use."""
@@ -266,21 +210,25 @@ class DiskTier:
             return ()
         return [self._age_mark(key) for key in keys]
 
-    # The rest.
+    # Removing.
 
-    def delete(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
-        return self._take_away(keys, deadline, "delete")
+    @contextlib.contextmanager
+    def removing(self, keys: Collection[Key], deadline: float) -> Iterator[set[Key]]:
+        """While records are removed, from here first and then from the memory above: none of them is written or
+        brought up, and none that was on its way up arrives.
 
-    def quarantine(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
-        return self._take_away(keys, deadline, "quarantine")
-
-    def _take_away(self, keys: Sequence[Key], deadline: float, operation: str) -> list[Outcome]:
-        """Records that wait to be written are not written any more, so that none comes back."""
-        if not self._recall(keys, deadline):
-            late = TransientError("a record is being written", backend=self.backend.name, operation=operation)
-            return [Outcome.failed(late)] * len(keys)
-        how = self.backend.delete if operation == "delete" else self.backend.quarantine
-        return how(keys, deadline=deadline)
+        Yields:
+            those that were still being written at the deadline, and so cannot be removed.
+        """
+        late = self.backlog.hold(keys, deadline)
+        try:
+            with self._lock:
+                for key in keys:
+                    if key in self._loading:
+                        self._loading[key].add(key)
+            yield late
+        finally:
+            self.backlog.release(keys)
 
     def pages(self, deadline: float) -> Iterator[Sequence[KeyInfo]]:
         """As `Backend.list`, without records whose time has come."""
@@ -306,12 +254,20 @@ class DiskTier:
                 due = [info.key for info in page if now - info.last_used >= ttl and info.key not in used]
                 self._mark(used)
                 if due:
-                    count += sum(outcome.ok for outcome in self.delete(due, time.monotonic() + _SWEEP_S))
+                    count += self._remove_expired(due)
         except KVStoreError as error:
             logger.debug("the sweep of %s ended early: %s", self.backend.name, error)
         with self._lock:
             self._expired += count
         return count
+
+    def _remove_expired(self, keys: Sequence[Key]) -> int:
+        """Those that are still too old when nobody writes them any more."""
+        deadline = time.monotonic() + _SWEEP_S
+        with self.removing(keys, deadline) as late:
+            before = self._expiry.clock() - self._expiry.ttl
+            due = [key for key in keys if key not in late and self._age_mark(key) <= before]
+            return sum(outcome.ok for outcome in self.backend.delete(due, deadline=deadline))
 
     def _used(self, page: Sequence[KeyInfo]) -> dict[Key, float]:
         """Records of a page that memory has, too, and when they were used there, if the folder does not know yet."""
@@ -338,40 +294,16 @@ class DiskTier:
             except OSError:  # gone, or another owner's: it goes earlier than it should, that is all
                 pass
 
-    @property
-    def expired(self) -> int:
-        """Records removed by `sweep` so far."""
-        return self._expired
-
-    def counts(self) -> DiskCounts:
+    def counts(self) -> dict[str, int]:
+        """Those of `BacklogCounts`; `loaded`: records read back into memory; `expired`: removed by `sweep`."""
         with self._lock:
-            return DiskCounts(self._written, self._dropped, self._failed, self._loaded, self._backlog)
+            return {**self.backlog.counts()._asdict(), "loaded": self._loaded, "expired": self._expired}
 
     def settle(self, timeout: float) -> bool:
         """Wait until nothing waits to be written; False if something still does after `timeout` seconds."""
-        end = time.monotonic() + timeout
-        with self._lock:
-            while self._waiting or self._writing:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+        return self.backlog.settle(timeout)
 
     def close(self, timeout: float) -> None:
         """Write what waits, for `timeout` seconds at most, and close the folder."""
-        with self._lock:
-            self._closing = True
-            self._changed.notify_all()
-        if not self.settle(timeout):
-            with self._lock:
-                left = [*self._waiting.values()]
-                self._waiting.clear()
-                self._backlog -= sum(waiting.record.found.nbytes for waiting in left)
-                self._dropped += len(left)
-                self._changed.notify_all()
-            self._store.let_go([waiting.record for waiting in left])
-            if left:
-                logger.warning("%s: %d records were not written in time", self.backend.name, len(left))
-        self._thread.join(max(0.0, timeout))
+        self.backlog.close(timeout)
         self.backend.close()

@@ -66,8 +66,8 @@ def pin(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     store, client = space.store, incoming.peer.client
     records = store.find(keys, "get")
     if space.disk is None or None not in records:
-        charge = _charge(records)
-        if charge <= space.gate.total:
+        charge, count = _charge(records)
+        if charge <= space.gate.per_client or count == 1:
             held = space.gate.enter(client, charge, 0.0)
             if held is not None:
                 return Pins(space, held, records, records, {})
@@ -79,14 +79,14 @@ def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     notes: dict[int, tuple[Code, str]] = {}
     failures: dict[Key, KVStoreError] = {}
     sizes = _sizes(space, keys, failures, incoming.deadline)
-    # No more than may ever be held at a time: the first record, and those after it that fit.
+    # No more than one client may ever hold: the first record, and those after it that fit.
     wanted: dict[Key, None] = {}
     charge = 0
     for index, key in enumerate(keys):
         if key in wanted or key not in sizes:
             continue
-        if wanted and charge + span(sizes[key]) > space.gate.total:
-            text = f"more than {space.gate.total} bytes of the node's memory at a time: ask for fewer records"
+        if wanted and charge + span(sizes[key]) > space.gate.per_client:
+            text = f"more than {space.gate.per_client} bytes of the node's memory at a time: ask for fewer records"
             notes[index] = (Code.FAILED, text)
             continue
         wanted[key] = None
@@ -149,6 +149,8 @@ def _sizes(
     return sizes
 
 
-def _charge(records: Sequence[Record | None]) -> int:
-    """Bytes of memory that a reader of `records` holds."""
-    return sum(span(record.found[1]) for record in {*records} if record is not None)
+def _charge(records: Sequence[Record | None]) -> tuple[int, int]:
+    """(bytes of memory that a reader of `records` holds, how many records they are)."""
+    held = {*records}
+    held.discard(None)
+    return sum(span(record.found[1]) for record in held if record is not None), len(held)

@@ -51,8 +51,12 @@ logger = logging.getLogger("kvstore.node")
 
 _ROOM_S = 5.0  # longest wait for memory, even if the deadline is later
 _PATIENCE_S = 0.5  # for somebody else who is storing the same key; then both do, and the first one wins
-_TICKET_S = 60.0  # from the answer to a PUT until its DATA
+_TICKET_S = 60.0  # longest time from the answer to a PUT until its DATA
+_MOST_SPARE = 1 << 20  # bytes of a PUT with a body that are taken and thrown away; who has more asks first
+_MOST_TEXT = 2000  # characters of a message
+_MOST_NOTES = 32 << 10  # bytes of all messages of a reply
 _PAGE_RECORDS = 4096
+_PAGE_HEAD, _PAGE_RECORD = 64, 48  # bytes that a page of a listing takes, and each of its records
 _LIST_S = 600.0  # for a whole listing, however slowly it is asked for
 
 
@@ -62,11 +66,14 @@ class Service:
     Args:
         spaces: by the name of their namespace.
         max_body: longest body that the transport takes, in bytes.
+        stall_s: longest time without any progress of a client, in seconds: so long, the memory promised to a writer
+            waits for the first of his bytes.
     """
 
-    def __init__(self, spaces: Mapping[str, Space], *, max_body: int) -> None:
+    def __init__(self, spaces: Mapping[str, Space], *, max_body: int, stall_s: float = _TICKET_S) -> None:
         self._spaces = spaces
         self._max_body = max_body
+        self._ticket_s = min(stall_s, _TICKET_S)
         self._cursors = Cursors()
         self._sessions = Sessions(self._cursors.drop)
         self._closing = False
@@ -111,33 +118,17 @@ class Service:
                 below = space.disk.sizes([keys[index] for index in missing], incoming.deadline)
                 for index, outcome in zip(missing, below, strict=True):
                     outcomes[index] = outcome
-        return _reply(outcomes)
+        return _reply(outcomes, incoming)
 
     def _delete(self, incoming: Incoming, space: Space, session: Session) -> Answer:
-        keys = unpack_keys(incoming.meta)
-        outcomes = space.backend.delete(keys, deadline=incoming.deadline)
-        if space.disk is not None:
-            below = space.disk.delete(keys, incoming.deadline)
-            outcomes = [a if b.status is Ended.MISS else b for a, b in zip(outcomes, below, strict=True)]
+        outcomes = space.delete(unpack_keys(incoming.meta), incoming.deadline)
         space.count(deleted=sum(outcome.ok for outcome in outcomes))
-        return _reply(outcomes)
+        return _reply(outcomes, incoming)
 
     def _quarantine(self, incoming: Incoming, space: Space, session: Session) -> Answer:
-        keys = unpack_keys(incoming.meta)
-        store, disk = space.store, space.disk
-        with store.lock:
-            kept = {
-                key for key, record in zip(keys, store.look_locked(keys), strict=True) if record and not record.read
-            }
-        outcomes = space.backend.quarantine(keys, deadline=incoming.deadline)
-        if disk is not None:  # but not of records that were stored anew and that nobody has read since
-            asked = [index for index, key in enumerate(keys) if key not in kept]
-            below = disk.quarantine([keys[index] for index in asked], incoming.deadline)
-            for index, outcome in zip(asked, below, strict=True):
-                if outcome.status is not Ended.MISS:
-                    outcomes[index] = outcome
+        outcomes = space.quarantine(unpack_keys(incoming.meta), incoming.deadline)
         space.count(quarantined=sum(outcome.ok for outcome in outcomes))
-        return _reply(outcomes)
+        return _reply(outcomes, incoming)
 
     # Reading.
 
@@ -151,6 +142,7 @@ class Service:
         total = hits = 0
         last: Record | None = None
         start = end = 0  # of what was taken last, within `last`
+        fine = Code.OK
         try:
             for index, record in enumerate(pinned.records):
                 if record is None:
@@ -158,9 +150,9 @@ class Service:
                     sizes.append(0)
                     continue
                 offset = offsets[index]
-                size = min(lengths[index], max(0, record.found.nbytes - offset))
+                size = min(lengths[index], max(0, record.found[1] - offset))
                 hits += 1
-                codes.append(Code.OK)
+                codes.append(fine)
                 sizes.append(size)
                 if not size:
                     continue
@@ -170,12 +162,13 @@ class Service:
                     body[-1] = record.view[start:end].toreadonly()
                     continue
                 last, start, end = record, offset, offset + size
-                body.append(record.view[start:end].toreadonly())
+                view = record.view
+                body.append((view if size == len(view) else view[start:end]).toreadonly())
             if total > incoming.peer.max_body:
                 raise Refused(Status.BAD, f"{total} bytes asked for; this client takes {incoming.peer.max_body}")
             misses = codes.count(Code.MISS)
             space.count(hits=hits, misses=misses, failed=len(codes) - hits - misses, bytes_out=total)
-            meta = pack_outcomes(codes, sizes, [(index, note) for index, (_, note) in notes.items()])
+            meta = _pack(incoming, codes, sizes, {index: note for index, (_, note) in notes.items()})
         except BaseException:
             pinned.drop()
             raise
@@ -194,8 +187,16 @@ class Service:
         if final and total != incoming.body_nbytes:
             raise Malformed(f"records of {total} bytes, but a body of {incoming.body_nbytes}")
         codes: list[int] = [Code.EXISTS] * len(keys)
-        reservation = self._claim(incoming, space, keys, sizes, parents, codes)
-        charge = sum(map(span, reservation.sizes)) + (total - sum(reservation.sizes) if final else 0)
+        notes: dict[int, str] = {}
+        reservation = self._claim(incoming, space, keys, sizes, parents, codes, notes)
+        spare = total - sum(reservation.sizes) if final else 0
+        if spare > _MOST_SPARE:
+            for place in reservation.places:
+                codes[place], notes[place] = Code.FAILED, "sent along with much that is not wanted: ask first"
+            reservation.close()
+            _count_codes(space, codes)
+            return Answer(Status.OK, _pack(incoming, codes, [0] * len(codes), notes))
+        charge = sum(map(span, reservation.sizes)) + spare
         held = space.gate.enter(incoming.peer.client, charge, min(incoming.deadline, time.monotonic() + LEAVE_S))
         if held is None:
             reservation.close()
@@ -212,15 +213,15 @@ class Service:
             for index in with_room:
                 codes[reservation.places[index]] = Code.WANTED
             if final:
-                return self._receive_all(incoming, space, reservation, with_room, sizes, codes)
+                return self._receive_all(incoming, space, reservation, with_room, sizes, codes, notes)
             _count_codes(space, codes)
             number = 0
             if with_room:
                 ticket.indices = with_room
-                ticket.until = min(incoming.deadline, time.monotonic() + _TICKET_S)
+                ticket.until = min(incoming.deadline, time.monotonic() + self._ticket_s)
                 number = session.keep(ticket)
                 kept = True
-            return Answer(Status.OK, pack_ticket(number, pack_outcomes(codes, [0] * len(codes))))
+            return Answer(Status.OK, pack_ticket(number, _pack(incoming, codes, [0] * len(codes), notes)))
         except TransportError:
             space.count(abandoned=len(reservation.places))
             raise
@@ -230,13 +231,14 @@ class Service:
 
     def _claim(
         self, incoming: Incoming, space: Space, keys: Sequence[Key], sizes: Sequence[int],
-        parents: Sequence[Key | None], codes: list[int],
+        parents: Sequence[Key | None], codes: list[int], notes: dict[int, str],
     ) -> Reservation:  # fmt: skip
-        """Announce what is not there yet, in memory or below, and fits into one body. The others get their code."""
+        """Announce what is not there yet, in memory or below, and fits into one body and into what one client may hold.
+        The others get their code."""
         store = space.store
         places: list[int] = []
         largest = min(store.pool.largest, self._max_body)
-        most, total = min(space.gate.total, self._max_body), 0
+        most, total = min(space.gate.per_client, self._max_body), 0
         with store.lock:
             store.check("put")
             there = store.look_locked(keys, use=True)
@@ -250,6 +252,7 @@ class Service:
                 codes[place] = Code.TOO_LARGE
             elif places and total + span(sizes[place]) > most:
                 codes[place] = Code.FULL
+                notes[place] = f"more than {most} bytes of the node's memory at a time: send fewer records"
             else:
                 total += span(sizes[place])
                 places.append(place)
@@ -264,7 +267,7 @@ class Service:
 
     def _receive_all(
         self, incoming: Incoming, space: Space, reservation: Reservation, with_room: Sequence[int],
-        sizes: Sequence[int], codes: list[int],
+        sizes: Sequence[int], codes: list[int], notes: Mapping[int, str],
     ) -> Answer:  # fmt: skip
         """The bytes came with the question: what is wanted goes into its memory, the rest nowhere."""
         if with_room or not incoming.body_nbytes:
@@ -280,20 +283,26 @@ class Service:
                         views.append(scratch[at : at + nbytes])
                         at += nbytes
                 incoming.receive([view for view in views if len(view)])
-            done = self._commit(space, reservation, with_room)
+            done = self._commit(incoming, space, reservation, with_room)
             for index, code in zip(with_room, done, strict=True):
                 codes[reservation.places[index]] = code
         else:
             incoming.discard()
         _count_codes(space, codes, sizes)
-        return Answer(Status.OK, _pack_stored(codes, sizes))
+        return Answer(Status.OK, _pack(incoming, codes, sizes, notes))
 
-    def _commit(self, space: Space, reservation: Reservation, indices: Sequence[int]) -> list[int]:
+    def _commit(
+        self, incoming: Incoming, space: Space, reservation: Reservation, indices: Sequence[int]
+    ) -> list[int]:  # fmt: skip
         """Make records visible and have them written to the disk; their codes."""
-        lost = set(reservation.commit(indices))
+        lost: set[int] = set()
+        if space.disk is not None and reservation.contested:  # a rival's may have gone below in the meantime
+            below = space.disk.sizes([reservation.keys[index] for index in indices], incoming.deadline)
+            lost = {index for index, found in zip(indices, below, strict=True) if found.ok}
+        lost.update(reservation.commit([index for index in indices if index not in lost]))
         if space.disk is not None:
             stored = [index for index in indices if index not in lost]
-            space.disk.offer([reservation.keys[i] for i in stored], [reservation.parents[i] for i in stored])
+            space.disk.backlog.offer([reservation.keys[i] for i in stored], [reservation.parents[i] for i in stored])
         return [Code.EXISTS if index in lost else Code.OK for index in indices]
 
     def _data(self, incoming: Incoming, space: Space, session: Session) -> Answer:
@@ -306,14 +315,14 @@ class Service:
             if sum(sizes) != incoming.body_nbytes:
                 raise Malformed(f"records of {sum(sizes)} bytes were wanted; the body has {incoming.body_nbytes}")
             incoming.receive([reservation.views[index] for index in indices if reservation.sizes[index]])
-            codes = self._commit(space, reservation, indices)
+            codes = self._commit(incoming, space, reservation, indices)
         except TransportError:
             space.count(abandoned=len(indices))
             raise
         finally:
             ticket.drop()
         _count_codes(space, codes, sizes)
-        return Answer(Status.OK, _pack_stored(codes, sizes))
+        return Answer(Status.OK, _pack(incoming, codes, sizes))
 
     # The rest.
 
@@ -323,8 +332,9 @@ class Service:
         if cursor is None:
             raise Refused(Status.BAD, f"this connection has no listing {number}, or none any more")
         more = False
+        most = min(_PAGE_RECORDS, (incoming.peer.max_meta - _PAGE_HEAD) // _PAGE_RECORD)
         try:
-            infos = cursor.next(min(max(page, 1), _PAGE_RECORDS))
+            infos = cursor.next(max(1, min(page, most)))
             more = not cursor.ended
         finally:
             if not more:
@@ -376,26 +386,39 @@ class Service:
 
 
 def _message(status: Status, text: str) -> Answer:
-    return Answer(status, text.encode())
+    return Answer(status, text[:_MOST_TEXT].encode(errors="replace"))
 
 
 _CODES = {Ended.OK: Code.OK, Ended.MISS: Code.MISS, Ended.EXISTS: Code.EXISTS}
 
 
-def _reply(outcomes: Sequence[Outcome]) -> Answer:
+def _reply(outcomes: Sequence[Outcome], incoming: Incoming) -> Answer:
     codes: list[int] = []
-    notes: list[tuple[int, str]] = []
+    notes: dict[int, str] = {}
     for index, (status, _, error) in enumerate(outcomes):
         if error is None:
             codes.append(_CODES[status])
         else:
             codes.append(code_of(error))
-            notes.append((index, error.message))
-    return Answer(Status.OK, pack_outcomes(codes, [outcome[1] for outcome in outcomes], notes))
+            notes[index] = error.message
+    return Answer(Status.OK, _pack(incoming, codes, [outcome[1] for outcome in outcomes], notes))
 
 
-def _pack_stored(codes: Sequence[int], sizes: Sequence[int]) -> bytes:
-    return pack_outcomes(codes, [n if code == Code.OK else 0 for code, n in zip(codes, sizes, strict=True)])
+def _pack(incoming: Incoming, codes: Sequence[int], sizes: Sequence[int], notes: Mapping[int, str] = {}) -> bytes:
+    """Outcomes, with the size of those that are OK, and as many of the notes as the client takes: the first ones."""
+    fine = Code.OK
+    sizes = [n if code == fine else 0 for code, n in zip(codes, sizes, strict=True)]
+    if not notes:
+        return pack_outcomes(codes, sizes)
+    left = min(_MOST_NOTES, incoming.peer.max_meta - 32 - 9 * len(codes))
+    fitting: list[tuple[int, str]] = []
+    for index, note in notes.items():
+        said = note[:_MOST_TEXT].encode(errors="replace")
+        left -= 16 + len(said)
+        if left < 0:
+            break
+        fitting.append((index, said.decode()))
+    return pack_outcomes(codes, sizes, fitting)
 
 
 def _count_codes(space: Space, codes: Sequence[int], sizes: Sequence[int] = ()) -> None:

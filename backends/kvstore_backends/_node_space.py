@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.errors import ConfigError
+from kvstore.backend import MISS, Outcome, Status
+from kvstore.errors import ConfigError, TransientError
+from kvstore.keys import Key
 
 from ._memory_reservation import ALIGNMENT, Expiry
 from ._node_disk import DiskTier
@@ -160,6 +162,46 @@ class Space:
             for name, value in more.items():
                 setattr(counts, name, getattr(counts, name) + value)
 
+    def delete(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
+        """As `Backend.delete`, of memory and disk together."""
+        return self._remove(keys, deadline, quarantine=False)
+
+    def quarantine(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
+        """As `Backend.quarantine`, of memory and disk together, but not of records that were stored anew and that
+        nobody has read since."""
+        return self._remove(keys, deadline, quarantine=True)
+
+    def _remove(self, keys: Sequence[Key], deadline: float, *, quarantine: bool) -> list[Outcome]:
+        """Below first: what is still below can come up again. What cannot be removed there stays above as well."""
+        operation = "quarantine" if quarantine else "delete"
+        above: Callable[..., list[Outcome]] = getattr(self.backend, operation)
+        if self.disk is None:
+            return above(keys, deadline=deadline)
+        below: Callable[..., list[Outcome]] = getattr(self.disk.backend, operation)
+        with self.disk.removing(keys, deadline) as late:
+            kept: set[Key] = set()
+            if quarantine:
+                with self.store.lock:
+                    records = self.store.look_locked(keys)
+                kept = {
+                    key for key, record in zip(keys, records, strict=True) if record is not None and not record.read
+                }
+            writing = TransientError("the record is being written", backend=self.disk.backend.name, operation=operation)
+            outcomes = [Outcome.failed(writing) if key in late else MISS for key in keys]
+            todo = [index for index, key in enumerate(keys) if key not in late and key not in kept]
+            done = below([keys[index] for index in todo], deadline=deadline)
+            todo = self._merge(outcomes, todo, done)
+            self._merge(outcomes, todo, above([keys[index] for index in todo], deadline=math.inf))
+        return outcomes
+
+    @staticmethod
+    def _merge(outcomes: list[Outcome], indices: Sequence[int], done: Sequence[Outcome]) -> list[int]:
+        """Take what was done at `indices` over; those without an error."""
+        for index, outcome in zip(indices, done, strict=True):
+            if outcome.status is not Status.MISS:
+                outcomes[index] = outcome
+        return [index for index, outcome in zip(indices, done, strict=True) if outcome.error is None]
+
     def sweep(self) -> None:
         """Remove what has become too old, if it is time to look: ten times per ttl, but at most every second; in memory
         at least every minute, on disk at least every hour. Cheap otherwise."""
@@ -183,9 +225,7 @@ class Space:
             evicted=memory.evicted, expired=memory.expired, held=self.gate.used, waiting=self.gate.waiting,
         )  # fmt: skip
         if self.disk is not None:
-            disk = self.disk.counts()
-            found.update({f"disk_{name}": value for name, value in disk._asdict().items()})
-            found["disk_expired"] = self.disk.expired
+            found.update({f"disk_{name}": value for name, value in self.disk.counts().items()})
         return found
 
     def close(self, drain_s: float) -> None:

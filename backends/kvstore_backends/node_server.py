@@ -10,11 +10,19 @@ middle leaves nothing.
 
 * **Namespaces.** Each has its own token, memory, folder and limits; nothing crosses, and none can evict another's
   records. The default namespace "" may be open; without a token the node listens on loopback only, unless `insecure`.
-* **Admission.** What answers on their way and writes under way hold of a namespace's memory is bounded, for each client
-  and for all; who does not get leave by its deadline is told that the node is busy. A client that stops reading loses
-  its connection after `stall_s` without progress.
+* **Admission.** What answers on their way and writes under way hold of a namespace's memory is bounded: for all to
+  `share` of it, for each client to `client_bytes` and a quarter of that share, and an eighth of the share is kept for
+  small requests, so that they get through however many large ones stick. Who does not get leave by its deadline is told
+  that the node is busy; who asks for more records than he may hold gets the first ones. A client that stops reading
+  loses its connection after `stall_s` without progress, one that reads slowly when it took longer than `stall_s` and a
+  second per MiB, or at its own deadline; then what its answers held is free again.
+* **Strangers.** A connection takes one of `limits.connections` places when its client has proven that it knows the
+  token; before, it waits in a lobby of bounded size, where newcomers push out the oldest. A namespace that does not
+  exist looks like one with another token.
 * **Disk.** Records are written behind, by one thread, and looked up below when memory has them no more; they come back
-  into memory then. What does not fit into the backlog is counted, and stays in memory only. A restart finds them again.
+  into memory then. What does not fit into the backlog, or cannot be written, is counted, and stays in memory only. A
+  restart finds them again. What is deleted or quarantined goes below first, and nothing on its way up arrives after
+  that. No read waits for a writer.
 * **TTL.** Counted from the last use, or from the put. Records that are too old are gone for every reader at once; their
   memory and files are given back by a sweep.
 """
@@ -63,7 +71,8 @@ class NodeServer:
         tls_cert, tls_key: PEM files; TLS for TCP, control and data.
         tls_client_ca: PEM file; clients must show a certificate that it signed.
         transports: how bodies may travel: "auto", or names of `kvstore_transport.bodies.TRANSPORTS`.
-        client_bytes: what one client may hold of a namespace's memory at a time, in bytes (credits).
+        client_bytes: what one client may hold of a namespace's memory at a time, in bytes (credits); at most a quarter
+            of what all may hold counts.
         share: part of a namespace's memory that all its clients may hold together.
         limits: of lengths, connections and time; see `kvstore_transport.seam.Limits`.
         clock: for ttl, seconds since the epoch.
@@ -124,7 +133,7 @@ class NodeServer:
                 undo.callback(space.close, 0.0)
                 self._spaces[namespace.name] = space
             _check_folders(self._spaces.values())
-            self._service = Service(self._spaces, max_body=limits.max_body)
+            self._service = Service(self._spaces, max_body=limits.max_body, stall_s=limits.stall_s)
             try:
                 self._server = Server(
                     self._service,
@@ -166,11 +175,13 @@ class NodeServer:
         return [*self._spaces]
 
     def stats(self) -> dict[str, Any]:
-        """Counts for metrics: of the transport, and of each namespace under `namespaces`, by name.
+        """Counts for metrics: those of `kvstore_transport.server.ServerStats`; `sessions` (connections that asked for
+        something) and `listings` (half read); and of each namespace under `namespaces`, by name.
 
         Of a namespace: those of `Counts` (kvstore_backends._node_space); `records`, `nbytes`, `capacity` and `in_use`
         now; `evicted`, `expired`; `held` and `waiting` (bytes that clients hold, requests that wait for leave); with a
-        disk `disk_written`, `disk_dropped`, `disk_failed`, `disk_loaded`, `disk_expired`, `disk_backlog` (bytes).
+        disk those of `BacklogCounts` (kvstore_backends._node_backlog) as `disk_written`, `disk_dropped`, `disk_failed`,
+        `disk_errors`, `disk_backlog` (bytes), and `disk_loaded`, `disk_expired`.
 
         Raises:
             ClosedError: the node is closed.
@@ -278,7 +289,7 @@ def _transports(names: str | Sequence[str], *, local: bool) -> tuple[str, ...]:
         if name not in TRANSPORTS:
             raise ConfigError(f"unknown transport {name!r}; choices: auto, {', '.join(TRANSPORTS)}")
     if "shm" in asked and not local:
-        raise ConfigError("transport shm needs a Unix socket: give its path as 'unix'")
+        raise ConfigError("transport shm needs a Unix socket: give its path (kvstore serve --unix PATH)")
     return tuple(dict.fromkeys(offered))
 
 

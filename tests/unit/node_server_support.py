@@ -235,7 +235,7 @@ class Node:
 
     def __init__(
         self, *namespaces: Namespace, nbytes: int = 4 * MiB, share: float = 0.5, credits_bytes: int = 128 * MiB,
-        max_body: int = 256 * MiB, clock: Callable[[], float] = time.time,
+        max_body: int = 256 * MiB, stall_s: float = 60.0, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.spaces = {
             each.name: Space(
@@ -244,7 +244,7 @@ class Node:
             for each in namespaces or (Namespace(),)
         }
         self.space = next(iter(self.spaces.values()))
-        self.service = Service(self.spaces, max_body=max_body)
+        self.service = Service(self.spaces, max_body=max_body, stall_s=stall_s)
         self.callers: list[Caller] = []
 
     def caller(self, client: object = "client", namespace: str = "") -> Caller:

@@ -20,6 +20,7 @@ from kvstore_backends.node.client import NodeClient
 from kvstore_backends.node.protocol import Op, pack_put
 from kvstore_backends.node_server import Namespace
 from kvstore_cli.main import main
+from kvstore_cli.serve import open_node
 from kvstore_cli.serve_options import NAMESPACE_OPTIONS, SERVER_OPTIONS, Settings, load_settings
 from kvstore_transport import Credentials, PeerRefused, connect
 from kvstore_transport.channel import SocketChannel
@@ -106,6 +107,7 @@ def test_variables_of_kubernetes_are_none_of_ours() -> None:
     [
         ([("memory", "3parsec")], {}, "", r"parsec.*from --memory"),
         ([("memory", "1KiB")], {}, "", "at least 4 KiB"),
+        ([("max_request", "512MiB")], {}, "", "'max_request'.*at most 256 MiB"),
         ([("policy", "lfu")], {}, "", "lru, fifo, none"),
         ([("memory", "1MiB"), ("memory", "2MiB")], {}, "", "--memory is given twice"),
         ([("namespace", "a"), ("namespace", "a")], {}, "", "given twice for namespace 'a'"),
@@ -159,7 +161,9 @@ def test_token_files(tmp_path: Path) -> None:
         (["serve", "--listen", "127.0.0.1:0", "--memory", "3 sacks"], "unknown unit"),
         (["serve", "--lisen", "127.0.0.1:0"], "--lisen"),
         (["serve", "extra"], "extra"),
-        (["serve", "--transport", "shm", "--listen", "127.0.0.1:0"], "needs a Unix socket"),
+        (["serve", "--transport", "shm", "--listen", "127.0.0.1:0"], "--unix PATH"),
+        (["serve", "--listen", "127.0.0.1:0", "--unix-users", "0"], "give 'unix' as well"),
+        (["serve", "--unix", "/tmp/none.sock", "--unix-users", "0, no-such-user"], "no user 'no-such-user'"),
         (["dance"], "dance"),
     ],
 )
@@ -190,6 +194,17 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert (f"--{option.name.replace('_', '-')}" in text) == (option.name != "http")
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvstore ")
+
+
+def test_further_users_of_the_unix_socket(tmp_path: Path) -> None:
+    sock = tmp_path / "s"
+    settings = load(("unix", str(sock)), ("memory", "1MiB"), ("unix_users", "root, 4242"))
+    with open_node(settings) as node:
+        assert node._server._limits.uids == {0, 4242}
+        assert sock.stat().st_mode & 0o777 == 0o666  # who is let in is decided when he connects
+    with open_node(load(("unix", str(sock)), ("memory", "1MiB"))) as node:
+        assert node._server._limits.uids == frozenset()
+        assert sock.stat().st_mode & 0o777 == 0o600
 
 
 class Serving:

@@ -105,11 +105,11 @@ def test_an_answer_is_the_memory_of_the_pool(opened: Callable[..., Node]) -> Non
 
 def test_a_record_that_is_being_sent_is_not_given_away(opened: Callable[..., Node]) -> None:
     node = opened(nbytes=16 * KiB)
-    caller = node.caller()
+    reader, caller = node.caller("reader"), node.caller()
     (a,) = keys(1)
     data = payload("a", 6 * KiB)
     caller.put({a: data})
-    answer = caller.get_answer([(a, 0, 6 * KiB)])
+    answer = reader.get_answer([(a, 0, 6 * KiB)])
     assert caller.about(Op.DELETE, [a]) == [Code.OK]
     for name in keys(100):
         assert caller.put_at_once({name: bytes(KiB)}) == [Code.OK]
@@ -163,18 +163,20 @@ def test_a_key_twice_in_a_batch(opened: Callable[..., Node]) -> None:
 def test_parents_protect_heads(opened: Callable[..., Node]) -> None:
     caller = opened(nbytes=8 * KiB, share=0.9).caller()
     chain = keys(6, "chain")
-    caller.put(dict.fromkeys(chain, bytes(KiB)), [None, *chain[:-1]])
+    for name, parent in zip(chain, [None, *chain[:-1]], strict=True):
+        caller.put({name: bytes(KiB)}, [parent])
     for name in keys(4, "other"):
         caller.put({name: bytes(KiB)})
     assert caller.stat(chain) == [Code.OK] * 4 + [Code.MISS] * 2
 
 
 def test_too_large_and_no_room(opened: Callable[..., Node]) -> None:
-    node = opened(Namespace(policy="none"), nbytes=8 * KiB, share=0.9)
+    node = opened(Namespace(policy="none"), nbytes=64 * KiB, share=0.9)
     caller = node.caller()
     a, b, c = keys(3)
-    _, codes = caller.question({a: bytes(8 * KiB + 1)})
+    _, codes = caller.question({a: bytes(64 * KiB + 1)})
     assert codes == [Code.TOO_LARGE]
+    assert caller.put({key("large"): bytes(57 * KiB)}) == [Code.OK]
     records = {a: bytes(3 * KiB), b: bytes(3 * KiB), c: bytes(3 * KiB)}
     with impatient():
         ticket, codes = caller.question(records)
@@ -211,7 +213,7 @@ def test_the_connection_ends_between_question_and_bytes(opened: Callable[..., No
 @pytest.mark.parametrize("how", ["data", "at once"])
 @pytest.mark.parametrize("cut", [0, 500_000, 999_999])
 def test_the_connection_dies_in_the_middle_of_the_bytes(opened: Callable[..., Node], how: str, cut: int) -> None:
-    node = opened()
+    node = opened(nbytes=16 * MiB)
     caller, other = node.caller(), node.caller("other")
     a, b = keys(2)
     records = {a: payload("a", 500_000), b: payload("b", 500_000)}
@@ -263,13 +265,22 @@ def test_bytes_that_do_not_fit_the_question(opened: Callable[..., Node]) -> None
 
 
 def test_a_ticket_whose_bytes_never_come_is_swept(opened: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    node = opened()
+    node = opened(stall_s=50.0)
     caller = node.caller()
     (a,) = keys(1)
     ticket, _ = caller.question({a: bytes(1000)})
     node.service.sweep()
     assert node.space.gate.used == 1024  # its time is not over; another question drops it
-    monkeypatch.setattr(service_module, "_TICKET_S", 0.0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 49.0)
+    node.service.sweep()
+    assert node.space.gate.used == 1024
+    monkeypatch.setattr(time, "monotonic", lambda: now + 51.0)
+    node.service.sweep()
+    assert node.space.gate.used == 0
+    assert caller.data(ticket, bytes(1000), deadline=now + 100).status == Status.LATE
+    monkeypatch.undo()
+    monkeypatch.setattr(node.service, "_ticket_s", 0.0)
     ticket, _ = caller.question({a: bytes(1000)})
     node.service.sweep()
     assert node.space.gate.used == 0
@@ -321,9 +332,9 @@ def test_the_second_finds_it_there_if_the_first_is_quick(
 
 
 def test_many_clients_put_and_get_the_same(opened: Callable[..., Node]) -> None:
-    node = opened(nbytes=64 * KiB)
-    names = keys(40)
-    records = {name: payload(name, 1000 + 50 * i) for i, name in enumerate(names)}
+    node = opened(nbytes=64 * KiB, share=0.9)
+    names = keys(60)
+    records = {name: payload(name, 1000 + 10 * i) for i, name in enumerate(names)}
     callers = [node.caller(thread) for thread in range(4)]
     hits = [0] * 4
 

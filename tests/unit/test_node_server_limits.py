@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import random
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from kvstore.errors import ConfigError
-from kvstore_backends._node_gate import Gate
+from kvstore.backend import Outcome
+from kvstore.errors import ConfigError, TransientError
 from kvstore_backends._node_space import Namespace, share_memory
 from kvstore_backends.node.protocol import (
     MAX_ITEMS,
@@ -25,8 +23,9 @@ from kvstore_backends.node.protocol import (
     pack_put,
     unpack_outcomes,
 )
+from kvstore_transport.seam import Answer
 
-from .node_server_support import KiB, MiB, Node, impatient, in_thread, key, keys, payload, soon
+from .node_server_support import KiB, MiB, Node, impatient, in_thread, key, keys, payload
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def opened() -> Iterator[Callable[..., Node]]:
 
 def test_a_stopped_reader_keeps_the_pool_from_nobody(opened: Callable[..., Node]) -> None:
     """He holds what he may, his next requests are told that the node is busy; others read and write as before."""
-    node = opened(nbytes=1 * MiB, share=0.5, credits_bytes=200 * KiB)
+    node = opened(nbytes=2 * MiB, share=0.5, credits_bytes=200 * KiB)
     reader, other = node.caller("reader"), node.caller("other")
     names = keys(10)
     for name in names:
@@ -67,33 +66,47 @@ def test_a_stopped_reader_keeps_the_pool_from_nobody(opened: Callable[..., Node]
     waiting = in_thread(lambda: reader.whole(key(("more", 19))))
     while not node.space.gate.waiting:
         time.sleep(0)
-    for answer in stopped:
-        assert answer.done is not None
-        answer.done()
+    done_with(stopped)
     assert waiting() == payload(key(("more", 19)), 64 * KiB)
 
 
-def test_many_stopped_readers_hold_no_more_than_their_share(opened: Callable[..., Node]) -> None:
-    node = opened(nbytes=1 * MiB, share=0.5)
-    names = keys(15)
+def done_with(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if answer.done is not None:
+            answer.done()
+
+
+def test_a_handful_of_stopped_readers_leave_room(opened: Callable[..., Node]) -> None:
+    """Each asks for as much as he can get, and takes nothing of it: a quarter each, whatever his credits say. The
+    fourth finds no room for so much, and small records get through to all the end."""
+    node = opened(nbytes=8 * MiB, share=0.5)  # 4 MiB for all: 3.5 for any, 0.5 for small ones
     writer = node.caller("writer")
+    names, small = keys(30), key("small")
     for name in names:
-        writer.put({name: payload(name, 64 * KiB)})
-    readers = [node.caller(i) for i in range(15)]
+        writer.put({name: payload(name, 128 * KiB)})
+    writer.put({small: payload("small", 10 * KiB)})
+    readers = [node.caller(i) for i in range(6)]
     with impatient():
-        answers = [reader.get_answer([(name, 0, 1)]) for reader, name in zip(readers, names, strict=True)]
-        refused = writer.ask(Op.PUT, pack_put([key("y")], [64 * KiB], [None]))
-    assert [answer.status for answer in answers] == [Status.OK] * 8 + [Status.BUSY] * 7
-    assert refused.status == Status.BUSY
-    assert writer.stat(names) == [Code.OK] * 15  # what needs no memory goes on
-    for answer in answers[:8]:
-        assert answer.done is not None
-        answer.done()
-    assert writer.put({key("y"): bytes(64 * KiB)}) == [Code.OK]
+        answers = [reader.get_answer([(name, 0, 1) for name in names]) for reader in readers]
+    assert [answer.status for answer in answers] == [Status.OK] * 3 + [Status.BUSY] * 3
+    assert node.space.gate.used == 3 * MiB
+    with impatient():
+        some = writer.get_answer([(name, 0, 1) for name in names[:4]])
+        refused = writer.get_answer([(names[0], 0, 1)])
+        refused_put = writer.ask(Op.PUT, pack_put([key("y")], [128 * KiB], [None]))
+    assert some.status == Status.OK
+    assert (refused.status, refused_put.status) == (Status.BUSY, Status.BUSY)
+    with impatient():
+        assert writer.whole(small) == payload("small", 10 * KiB)
+        assert writer.put({key("z"): b"small as well"}) == [Code.OK]
+        assert writer.get([(key("none"), 0, 1)]) == [Code.MISS]
+    assert writer.stat(names) == [Code.OK] * 30  # what needs no memory goes on
+    done_with([*answers, some])
+    assert node.space.gate.used == 0
 
 
-def test_a_request_for_more_than_may_be_held_is_served_in_part(opened: Callable[..., Node]) -> None:
-    node = opened(nbytes=1 * MiB, share=0.5)
+def test_a_batch_for_more_than_one_client_may_hold_is_served_in_part(opened: Callable[..., Node]) -> None:
+    node = opened(nbytes=4 * MiB, share=0.5)
     caller = node.caller()
     names = keys(12)
     for name in names:
@@ -103,6 +116,11 @@ def test_a_request_for_more_than_may_be_held_is_served_in_part(opened: Callable[
     assert found[8:] == [Code.FAILED] * 4
     assert "ask for fewer" in caller.notes[8]
     assert caller.whole(names[11]) == payload(names[11], 64 * KiB)
+    fresh = {name: bytes(64 * KiB) for name in keys(9, "fresh")}
+    ticket, codes = caller.question(fresh)
+    assert codes == [Code.WANTED] * 8 + [Code.FULL]
+    assert node.space.gate.used == node.space.gate.per_client == 512 * KiB
+    assert caller.outcomes(caller.data(ticket, bytes(512 * KiB)))[0] == [Code.OK] * 8
 
 
 def test_one_record_larger_than_the_share_is_served_alone(opened: Callable[..., Node]) -> None:
@@ -112,6 +130,53 @@ def test_one_record_larger_than_the_share_is_served_alone(opened: Callable[..., 
     assert caller.put({key("large"): data}) == [Code.OK]
     assert caller.whole(key("large")) == data
     assert node.space.gate.used == 0
+
+
+def test_bytes_that_nobody_wants_take_no_memory(opened: Callable[..., Node]) -> None:
+    """A put that brings along much that is there already would have to be received somewhere."""
+    node = opened(nbytes=16 * MiB)
+    caller = node.caller()
+    a, b = keys(2)
+    caller.put({a: bytes(3 * MiB)})
+    codes = caller.put_at_once({a: bytes(3 * MiB), b: b"wanted"})
+    assert codes == [Code.EXISTS, Code.FAILED]
+    assert "ask first" in caller.notes[1]
+    assert node.space.gate.used == 0
+    assert caller.put({b: b"wanted"}) == [Code.OK]
+
+
+# What fits into a reply.
+
+
+@pytest.mark.parametrize("max_meta", [64 * KiB, 16 * MiB])
+def test_replies_fit_what_the_client_takes(
+    opened: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, max_meta: int
+) -> None:
+    node = opened(nbytes=8 * MiB)
+    caller = node.caller()
+    caller.peer = caller.peer._replace(max_meta=max_meta)
+    names = keys(1300)
+    caller.put_at_once(dict.fromkeys(names, b"x"))
+    long = "\udcff" + "ä" * 10_000
+    error = TransientError(long)
+    monkeypatch.setattr(node.space.backend, "stat", lambda keys, *, deadline: [Outcome.failed(error)] * len(keys))
+    answer = caller.ask(Op.STAT, pack_keys(names))
+    assert len(answer.meta) <= 64 * KiB
+    codes, _ = caller.outcomes(answer)
+    assert codes == [Code.FAILED] * 1300
+    assert caller.notes[0].startswith("?ää")
+    assert 5 < len(caller.notes) < 20
+    page = caller.ask(Op.LIST, pack_list(0, 4096))
+    assert len(page.meta) <= max_meta
+    assert len(caller.list_all(4096)) == 1300
+    monkeypatch.setattr(node.space.backend, "stat", lambda keys, *, deadline: fail(error))
+    whole = caller.ask(Op.STAT, pack_keys(names))
+    assert whole.status == Status.BUSY
+    assert len(whole.meta) < 10_000
+
+
+def fail(error: Exception) -> list[Outcome]:
+    raise error
 
 
 # What makes no sense.
@@ -239,92 +304,3 @@ def test_namespaces_that_make_no_sense(fields: dict[str, Any], message: str) -> 
 
 def test_a_token_is_never_shown() -> None:
     assert "hunter2" not in repr(Namespace("a", b"hunter2"))
-
-
-# The gate itself.
-
-
-def test_a_gate_serves_in_order_and_passes_over_who_is_at_his_limit() -> None:
-    gate = Gate(100, 40)
-    first = gate.enter(b"a", 40, 0.0)
-    assert first is not None
-    assert gate.enter(b"a", 1, 0.0) is None
-    order: list[str] = []
-
-    def wait(client: bytes, nbytes: int, name: str) -> Callable[[], Any]:
-        before = gate.waiting
-
-        def enter() -> Any:
-            given = gate.enter(client, nbytes, soon())
-            order.append(name)
-            return given
-
-        join = in_thread(enter)
-        while gate.waiting == before:
-            time.sleep(0)
-        return join
-
-    a = wait(b"a", 10, "a")
-    b = gate.enter(b"b", 40, soon())  # passes a, who is at its limit
-    assert b is not None
-    c = wait(b"c", 40, "c")  # 80 of 100: does not fit, and holds up all behind
-    d = wait(b"d", 10, "d")
-    assert gate.enter(b"e", 1, time.monotonic() + 0.02) is None
-    assert order == []
-    b.leave()
-    given_c, given_d = c(), d()
-    assert gate.used == 90
-    first.leave()
-    given_a = a()
-    for each in (given_a, given_c, given_d):
-        each.leave()
-        each.leave()  # nothing
-    assert (gate.used, gate.waiting) == (0, 0)
-
-
-def test_a_gate_lets_the_oversized_run_alone() -> None:
-    gate = Gate(100, 40)
-    large = gate.enter(b"a", 1000, 0.0)
-    assert large is not None
-    assert gate.enter(b"b", 1, 0.0) is None
-    large.leave()
-    small = gate.enter(b"b", 1, 0.0)
-    assert small is not None
-    assert gate.enter(b"a", 1000, 0.0) is None
-    small.leave()
-
-
-def test_who_gives_up_is_in_nobodys_way() -> None:
-    gate = Gate(100, 100)
-    first = gate.enter(b"a", 60, 0.0)
-    assert first is not None
-    gone = threading.Event()
-
-    def wait() -> Any:
-        try:
-            return gate.enter(b"b", 100, time.monotonic() + 0.3)
-        finally:
-            gone.set()
-
-    large = in_thread(wait)
-    while not (gate.waiting or gone.is_set()):
-        time.sleep(0)
-    small = gate.enter(b"c", 10, soon())  # waits behind the large one until that gives up
-    assert small is not None
-    assert large() is None
-    first.leave()
-    small.leave()
-
-
-def test_a_closed_gate_sends_everybody_away() -> None:
-    gate = Gate(10, 10)
-    first = gate.enter(b"a", 10, 0.0)
-    assert first is not None
-    waiting = in_thread(lambda: gate.enter(b"b", 10, math.inf))
-    while not gate.waiting:
-        time.sleep(0)
-    gate.close()
-    assert waiting() is None
-    assert gate.enter(b"c", 1, soon()) is None
-    first.leave()
-    assert gate.used == 0

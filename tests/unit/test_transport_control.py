@@ -300,7 +300,7 @@ def test_the_sockets_timeout_is_never_longer_than_it_may_be(waits: list[float]) 
             control._arm(socket.SO_RCVTIMEO, wait)
             armed = control._armed[socket.SO_RCVTIMEO]
             assert armed <= wait or wait > 1e6
-            assert armed >= min(wait, 1e6) / 2 or wait == math.inf == armed
+            assert armed >= min(wait / 2, 5.0), "it would wake up for nothing all the time"
             raw = left.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
             seconds = int.from_bytes(raw[:8], "little") + int.from_bytes(raw[8:], "little") / 1e6
             if armed == math.inf:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +11,11 @@ import msgpack
 import pytest
 
 from kvstore_transport import (
-    Answer,
     ConnectionLost,
     Credentials,
     Limits,
     PeerBusy,
     PeerRefused,
-    ProtocolError,
-    Server,
-    TransportError,
     TransportUnavailable,
     bodies,
     connect,
@@ -34,8 +27,18 @@ from kvstore_transport.frames import Header, Kind
 from kvstore_transport.stream import StreamBodies, StreamWay
 from tests.servers.certificate import make_certificate
 from tests.transport_support import soon, tls_contexts, wait_until
-
-HELLO_LIMITS = Limits(max_meta=64 << 10, max_body=0)
+from tests.unit.handshake_support import (
+    HELLO_LIMITS,
+    heard,
+    hello,
+    identify,
+    raw_client,
+    say,
+    scripted_server,
+    serving,
+    transport_of,
+    welcome,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,105 +47,7 @@ def without_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_transport.channel.auto", lambda: ("shm", "tcp"))
 
 
-def answer(incoming: Any) -> Answer:
-    return Answer(0, incoming.peer.transport.encode())
-
-
-@contextmanager
-def serving(**options: Any) -> Iterator[Server]:
-    with Server(answer, **{"listen": ("127.0.0.1", 0), **options}) as server:
-        yield server
-
-
-def transport_of(server: Server, **options: Any) -> str:
-    """Which transport both sides agreed upon; each is asked."""
-    with connect(server.address or server.path, deadline=soon(), **options) as channel:
-        theirs = channel.call(0, b"", deadline=soon()).meta.decode()
-        assert theirs == channel.peer.transport
-        return theirs
-
-
-@contextmanager
-def scripted_server(answers: Callable[[Control, dict[str, Any], bytes], None]) -> Iterator[str]:
-    """A server that reads one HELLO and then does as it likes."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def run() -> None:
-        sock, _ = listener.accept()
-        control = Control(sock, "client", stall_s=30.0)
-        try:
-            _, meta = control.receive_frame(limits=HELLO_LIMITS, deadline=soon())
-            answers(control, msgpack.unpackb(meta), meta)
-        except TransportError:
-            pass
-        finally:
-            control.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        thread.join(30)
-        listener.close()
-
-
-def say(control: Control, kind: Kind, **fields: Any) -> None:
-    control.send_frame(Header(kind), msgpack.packb(fields), deadline=soon())
-
-
-def welcome(**changes: Any) -> dict[str, Any]:
-    return {
-        "protocol": 1,
-        "version": "1",
-        "transport": "tcp",
-        "note": "",
-        "way": {},
-        "max_meta": 1000,
-        "max_body": 1000,
-        "facts": {},
-        "proof": b"",
-        **changes,
-    }
-
-
-@contextmanager
-def raw_client(server: Server) -> Iterator[Control]:
-    host, _, port = server.address.rpartition(":")
-    control = Control(socket.create_connection((host, int(port))), "server", stall_s=30.0)
-    try:
-        yield control
-    finally:
-        control.close()
-
-
-def hello(**changes: Any) -> dict[str, Any]:
-    return {
-        "protocol": 1,
-        "version": "1",
-        "namespace": "",
-        "nonce": bytes(16),
-        "client": bytes(16),
-        "wishes": ["tcp"],
-        "ways": {"tcp": {}},
-        "max_meta": 1000,
-        "max_body": 1000,
-        "sums": False,
-        "facts": {},
-        **changes,
-    }
-
-
-def heard(control: Control) -> tuple[Kind, dict[str, Any]]:
-    header, meta = control.receive_frame(limits=HELLO_LIMITS, deadline=soon())
-    return header.kind, msgpack.unpackb(meta)
-
-
 # Tokens.
-
-
-def identify(namespace: str) -> bytes | None:
-    return {"": b"", "team": b"the secret"}.get(namespace)
 
 
 def test_the_token_never_travels() -> None:
@@ -206,13 +111,35 @@ def test_refusals_say_what_to_change() -> None:
     with serving(identify=identify) as server:
         for credentials, words in (
             (Credentials("team", b"guess"), "wrong token for namespace 'team'"),
-            (Credentials("team"), "wants a token for namespace 'team'"),
-            (Credentials("nobody", b"x"), "no namespace 'nobody'"),
+            (Credentials("team"), "wants a token for namespace 'team', or has no such namespace"),
+            (Credentials("nobody", b"x"), "wrong token for namespace 'nobody', or no such namespace"),
+            (Credentials("nobody"), "wants a token for namespace 'nobody', or has no such namespace"),
+            (Credentials("", b"x"), "wants no token for the default namespace"),
         ):
             with pytest.raises(PeerRefused, match=words) as refused:
                 connect(server.address, credentials=credentials, deadline=soon())
             assert server.address in str(refused.value)
     assert "secret" not in repr(Credentials("team", b"the secret"))
+
+
+def test_a_stranger_learns_no_names() -> None:
+    """A namespace that does not exist and one whose token he does not know answer alike, message by message."""
+    seen: dict[str, list[tuple[Kind, dict[str, Any]]]] = {}
+    with serving(identify=identify) as server:
+        for namespace in ("team", "nobody"):
+            with raw_client(server) as control:
+                first = msgpack.packb(hello(namespace=namespace))
+                control.send_frame(Header(Kind.HELLO), first, deadline=soon())
+                header, challenge = control.receive_frame(limits=HELLO_LIMITS, deadline=soon())
+                said = msgpack.unpackb(challenge)
+                assert len(said.pop("nonce")) == 16
+                say(control, Kind.HELLO, proof=handshake._proof(b"a guess", b"client", first, challenge))
+                kind, refusal = heard(control)
+                refusal["message"] = refusal["message"].replace(namespace, "…")
+                seen[namespace] = [(header.kind, said), (kind, refusal)]
+        wait_until(lambda: server.stats().refused == 2)
+    assert seen["team"] == seen["nobody"]
+    assert seen["team"][1][0] == Kind.REFUSE
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 1 << 40])
@@ -246,77 +173,6 @@ def test_reasons_are_errors(reason: str, error: type[Exception]) -> None:
         pytest.raises(error, match="do this"),
     ):
         connect(address, deadline=soon())
-
-
-# Lies.
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"transport": "ucx"},
-        {"transport": 5},
-        {"transport": "tcp", "max_body": -1},
-        {"max_meta": True},
-        {"facts": []},
-        {"way": None},
-        {"note": b""},
-        {"protocol": "1"},
-    ],
-)
-def test_a_welcome_that_makes_no_sense(changes: dict[str, Any]) -> None:
-    with (
-        scripted_server(lambda control, *_: say(control, Kind.WELCOME, **welcome(**changes))) as address,
-        pytest.raises(ProtocolError),
-    ):
-        connect(address, deadline=soon(), transport="tcp")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"protocol": "1"},
-        {"namespace": 5},
-        {"nonce": b"short"},
-        {"client": b""},
-        {"wishes": "tcp"},
-        {"wishes": [["tcp"]]},
-        {"wishes": ["tcp"], "ways": {}},
-        {"wishes": ["tcp"], "ways": {"tcp": 5}},
-        {"max_body": -1},
-        {"max_meta": 1.5},
-        {"sums": 1},
-        {"facts": None},
-    ],
-)
-def test_a_hello_that_makes_no_sense_ends_its_connection_only(changes: dict[str, Any]) -> None:
-    with serving() as server:
-        with raw_client(server) as control:
-            say(control, Kind.HELLO, **hello(**changes))
-            with pytest.raises(ConnectionLost):
-                heard(control)
-        assert transport_of(server) == "tcp"
-
-
-@pytest.mark.parametrize("meta", [b"", b"\xc1", b"\x93\x01", b"\x01", b"\x81\xa1", b"\xdd\xff\xff\xff\xff", b"[" * 999])
-def test_a_hello_that_is_no_map(meta: bytes) -> None:
-    with serving() as server:
-        with raw_client(server) as control:
-            control.send_frame(Header(Kind.HELLO), meta, deadline=soon())
-            with pytest.raises(ConnectionLost):
-                heard(control)
-        assert transport_of(server) == "tcp"
-
-
-def test_a_hello_is_bounded() -> None:
-    with serving() as server, raw_client(server) as control:
-        control.send_frame(Header(Kind.HELLO, body_nbytes=1), msgpack.packb(hello()), deadline=soon())
-        with pytest.raises(ConnectionLost):
-            heard(control)
-    with serving() as server, raw_client(server) as control:
-        say(control, Kind.HELLO, **hello(facts={"long": bytes(70_000)}))
-        with pytest.raises(ConnectionLost):
-            heard(control)
 
 
 # TLS at one side only.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 import click
 
+from kvstore.errors import ConfigError
 from kvstore.options import Option, show_value
 from kvstore_backends.node_server import NodeServer
 from kvstore_transport import Limits
@@ -107,10 +109,31 @@ def open_node(settings: Settings) -> NodeServer:
         client_bytes=server["client_memory"],
         share=server["memory_share"],
         limits=Limits(
-            max_body=server["max_request"], connections=server["connections"], stall_s=server["stall_timeout"]
+            max_body=server["max_request"],
+            connections=server["connections"],
+            stall_s=server["stall_timeout"],
+            uids=_uids(server["unix_users"], server["unix"]),
         ),
         **default,
     )
+
+
+def _uids(users: str, path: str) -> frozenset[int]:
+    """The numbers of users, who are given by name or number. Raises `ConfigError`."""
+    if users and not path:
+        raise ConfigError(
+            "option 'unix_users' says who may use the Unix socket, but there is none: give 'unix' as well"
+        )
+    found = set()
+    for user in filter(None, map(str.strip, users.split(","))):
+        if user.isascii() and user.isdigit() and int(user) < 1 << 32:
+            found.add(int(user))
+            continue
+        try:
+            found.add(pwd.getpwnam(user).pw_uid)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"option 'unix_users': there is no user {user[:80]!r} here") from error
+    return frozenset(found)
 
 
 def _stop_on_signals() -> threading.Event:

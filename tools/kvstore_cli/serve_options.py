@@ -62,6 +62,11 @@ those of the node, unless it has its own."""
 SERVER_OPTIONS = (
     Option("listen", "str", "", "HOST:PORT for TCP; port 0 takes any that is free, :PORT all addresses."),
     Option("unix", "str", "", "Path of a Unix socket, for clients on this host: they read records in place."),
+    Option(
+        "unix_users", "str", "",
+        "Further users, names or numbers with commas between, who may connect to the Unix socket and share memory, "
+        "besides root and the node's own; whoever is let in can read all of its namespace.",
+    ),
     Option("transport", "str", "auto", "How bodies may travel: auto, or tcp, shm, ucx with commas between."),
     Option("tls_cert", "str", "", "PEM file with the certificate chain; switches TLS on, for TCP."),
     Option("tls_key", "str", "", "PEM file with its key."),
@@ -69,18 +74,27 @@ SERVER_OPTIONS = (
     Option("insecure", "bool", False, "Listen on any address although a namespace has no token."),
     Option("default_namespace", "bool", True, "Whether there is a default namespace besides the named ones."),
     Option(
-        "client_memory", "size", 128 << 20, "What one client may hold of a namespace's memory at a time.",
+        "client_memory", "size", 128 << 20,
+        "What one client may hold of a namespace's memory at a time; at most a quarter of what all may.",
         minimum=64 << 10,
     ),
     Option(
         "memory_share", "float", 0.5, "Part of a namespace's memory that its clients may hold together at a time.",
         minimum=0.01, maximum=0.9,
     ),
-    Option("max_request", "size", 256 << 20, "Longest body of a request or reply, so also of a record.", minimum=4096),
-    Option("connections", "int", 4096, "Connections at a time; one more is told to come again.", minimum=1),
     Option(
-        "stall_timeout", "duration", 30.0, "A client that makes no progress for so long loses its connection.",
-        minimum=0.1,
+        "max_request", "size", 256 << 20,
+        "Longest body of a request or reply, so also of a record; no client takes more than 256 MiB.",
+        minimum=4096, maximum=256 << 20,
+    ),
+    Option(
+        "connections", "int", 4096,
+        "Connections at a time, of clients that have proven who they are; one more is told to come again.", minimum=1,
+    ),
+    Option(
+        "stall_timeout", "duration", 30.0,
+        "A client that makes no progress for so long, or needs longer for a body than this and a second per MiB, loses "
+        "its connection.", minimum=0.1,
     ),
     Option("drain_timeout", "duration", 10.0, "At SIGTERM, for requests under way, and again for the disk."),
     Option("http", "str", "", "Comes with operations; refused here."),

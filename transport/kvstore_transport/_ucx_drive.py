@@ -80,8 +80,8 @@ class Driver:
             while True:
                 self._lane.progress()
                 now = time.monotonic()
-                if now >= patience or not self._control.usable:
-                    break  # the control connection says so
+                if now >= patience or not self._control.usable or self._control.ahead:
+                    break  # the control connection says so, or has a frame already
                 if self._lane.arm() and self._sleep(self._frames, patience - now):
                     break
         except self._errors as error:

@@ -57,7 +57,8 @@ class Acceptor:
     """Accepts from `listeners`, which become its own, in a thread of its own, until `close`.
 
     Args:
-        accepted: called with each connection and the peer's address, for messages. It does not block or raise.
+        accepted: called with each connection and the peer's address, for messages. It does not block; what it raises
+            costs that connection only.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], accepted: Callable[[socket.socket, str], None]) -> None:
@@ -112,7 +113,11 @@ class Acceptor:
                 return True
             return self._turn_away(listener, error)
         self._complained = False
-        self._accepted(sock, _name(listener, address))
+        try:
+            self._accepted(sock, _name(listener, address))
+        except Exception:
+            logger.exception("a connection could not be taken; listening goes on")
+            sock.close()
         return True
 
     def _turn_away(self, listener: socket.socket, error: OSError) -> bool:

@@ -16,9 +16,18 @@ from ._shm_peer import host_id
 from .addresses import Address, connect_control, parse_address
 from .bodies import LOCAL, LeasingBodies, auto
 from .control import Control, EarlyReply
-from .errors import ConnectionLost, DeadlinePassed, ProtocolError, TransportClosed, TransportError, TransportUnavailable
-from .frames import Flags, Header, Kind
+from .errors import (
+    ConnectionLost,
+    DeadlinePassed,
+    PeerBusy,
+    ProtocolError,
+    TransportClosed,
+    TransportError,
+    TransportUnavailable,
+)
+from .frames import BODY_SUM, LEASE, Header, Kind
 from .handshake import LOCAL_FACT, Agreed, Wishes, greet_server, our_wishes
+from .process import process_id
 from .seam import Bodies, Channel, Credentials, Leased, Limits, Plan, Reply
 
 __all__ = ["SocketChannel", "connect"]
@@ -92,6 +101,8 @@ def _connect_nearer(hello: _Hello, wishes: Wishes, deadline: float) -> Channel:
             )
         except TransportError as error:
             if not far:
+                if isinstance(error, DeadlinePassed | ConnectionLost | PeerBusy):  # another try may help
+                    raise
                 raise TransportUnavailable(f"{hello.address}: no {' or '.join(local)}: {error}") from error
             note = "; ".join(filter(None, [channel.peer.note, f"{', '.join(local)}: {error}"]))
             channel.peer = channel.peer._replace(note=note)
@@ -106,7 +117,7 @@ def _connect_nearer(hello: _Hello, wishes: Wishes, deadline: float) -> Channel:
 def _path_of(fact: object) -> str:
     """Of the Unix socket of a server on this host."""
     if not isinstance(fact, list) or len(fact) != 2 or not all(isinstance(part, str) and part for part in fact):
-        raise TransportUnavailable("the server has no Unix socket")
+        raise TransportUnavailable("the server has no Unix socket: start it with --unix PATH")
     host, path = fact
     if host != host_id():
         raise TransportUnavailable("not on the same host")
@@ -189,7 +200,7 @@ class SocketChannel(Channel):
         self._number = 0
         self._calling = threading.Lock()
         self._closing = False
-        self._pid = os.getpid()
+        self._pid = process_id()
 
     @property
     def usable(self) -> bool:
@@ -201,13 +212,13 @@ class SocketChannel(Channel):
         body, nbytes = flat(body)
         self._check(op, meta, nbytes)
         with _Calling(self):
-            number, flags, body_sum = self._next(), Flags.NONE, 0
+            number, flags, body_sum = self._next(), 0, 0
             if nbytes and self._sums:
-                flags, body_sum = Flags.BODY_SUM, checksum(body)
+                flags, body_sum = BODY_SUM, checksum(body)
             header = Header(Kind.REQUEST, op, flags, number, 0, nbytes, self._budget(deadline), body_sum)
             early = self._send(header, meta, body, deadline)
             header, meta = early or self._reply(number, deadline)
-            if header.flags & Flags.LEASE:
+            if header.flags & LEASE:
                 raise self._wrong("a body was left in shared memory, which nobody asked for")
             if header.body_nbytes:
                 if plan is None:
@@ -224,10 +235,10 @@ class SocketChannel(Channel):
         self._check(op, meta, 0)
         with _Calling(self):
             number = self._next()
-            header = Header(Kind.REQUEST, op, Flags.LEASE, number, 0, 0, self._budget(deadline))
+            header = Header(Kind.REQUEST, op, LEASE, number, 0, 0, self._budget(deadline))
             self._control.send_frame(header, meta, deadline=deadline)
             header, meta = self._reply(number, deadline)
-            if not header.flags & Flags.LEASE:  # not in shared memory: a private copy
+            if not header.flags & LEASE:  # not in shared memory: a private copy
                 own = memoryview(bytearray(header.body_nbytes))
                 if own:
                     self._receive(header, [own], deadline)
@@ -243,13 +254,13 @@ class SocketChannel(Channel):
         return self._control.usable and not self._control.peer_gone()
 
     def abort(self) -> None:
-        if self._pid == os.getpid():  # a UCX endpoint is the parent's, and so are its threads
+        if self._pid == process_id():  # a UCX endpoint is the parent's, and so are its threads
             self._control.abort()
             self._bodies.abort()
 
     def close(self) -> None:
         self._closing = True
-        if self._pid != os.getpid():
+        if self._pid != process_id():
             self._control.close()
             return
         if self._calling.acquire(blocking=False):
@@ -326,7 +337,7 @@ class SocketChannel(Channel):
         if nbytes != header.body_nbytes:
             raise self._wrong(f"a body of {header.body_nbytes} bytes where {nbytes} were planned")
         self._bodies.receive(views, nbytes, number=header.number, deadline=deadline)
-        if header.flags & Flags.BODY_SUM:
+        if header.flags & BODY_SUM:
             if checksum(views) != header.body_sum:
                 raise self._wrong("a body whose checksum is wrong")
         elif self._sums:
@@ -346,7 +357,7 @@ class _Calling:
 
     def __enter__(self) -> None:
         channel = self._channel
-        if channel._pid != os.getpid():
+        if channel._pid != process_id():
             raise TransportClosed(
                 f"{channel.peer.address}: the channel belongs to the process before os.fork(); open another"
             )

@@ -5,6 +5,9 @@ MSG_WAITALL makes one system call per receive, however long the body. Python's `
 every call, 3 µs more per round trip, and takes the GIL again for every piece that arrives: 0.6 to 0.95 of the
 throughput. The buffer sizes are the kernel's, which tunes them; fixed ones of 1 or 4 MiB were no faster.
 
+A frame's header is received with up to 1 KiB of what follows, so that a small one takes one system call and not three;
+what of a body comes along is copied once more. Not on a Unix socket, where descriptors go with certain bytes.
+
 Two cases need poll(2) and MSG_DONTWAIT all the same, and get it: the main thread, in which the kernel delivers signals,
 because Python retries a call that a signal interrupted with its full timeout (PEP 475); and sends on a Unix socket,
 where SO_SNDTIMEO holds for each buffer and not for the call (net/unix/af_unix.c). For TLS see `tls`.
@@ -25,8 +28,11 @@ import weakref
 from collections.abc import Sequence
 
 from ._descriptors import pass_fds, take_fds
+from ._metas import LEAST_RATE, MetaShare
+from ._sockets import Part, advance, fill, let_go, notice_vanished_peers
 from .errors import ConnectionLost, DeadlinePassed, ProtocolError, TransportClosed, TransportError
 from .frames import HEADER_BYTES, Header, Kind, check_meta, pack_header, unpack_header
+from .process import in_main_thread, process_id
 from .seam import Limits
 
 __all__ = ["Control", "EarlyReply", "Part"]
@@ -37,8 +43,9 @@ _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _SCRATCH_BYTES = 256 << 10
 _FINISH_READS, _FINISH_BYTES = 64, 16 << 10
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
-
-Part = bytes | memoryview
+_AHEAD_BYTES = 1024  # received together with a header, at most: a small frame is one system call
+_JOIN_BYTES = 4096  # a frame with so much behind its header is sent as one piece: a copy is cheaper than a list
+_COARSE_S = 5.0  # a socket's timeout that is shorter than it need be, but so long, is left: it wakes us up in vain
 
 
 class EarlyReply(TransportError):
@@ -71,6 +78,7 @@ class Control:
         peer, stall_s: as given; both may be changed.
         local: whether it is a Unix-domain socket, so that descriptors can be passed.
         encrypted: whether it is TLS.
+        metas: what bounds the memory for metas that come (server); None: only the limit of each frame.
     """
 
     encrypted = False
@@ -78,20 +86,22 @@ class Control:
     def __init__(self, sock: socket.socket, peer: str, *, stall_s: float = 30.0) -> None:
         self.peer = peer
         self.stall_s = stall_s
+        self.metas: MetaShare | None = None
         self.local = sock.family == socket.AF_UNIX
         self._sock = sock
-        self._pid = os.getpid()
+        self._pid = process_id()
         self._ended = False
         self._ending = threading.Lock()
         self._said = b""
         self._held: list[Part] = []
         self._sending = threading.Lock()
-        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._ahead = memoryview(bytearray(HEADER_BYTES if self.local else _AHEAD_BYTES))
+        self._at = self._end = 0  # what of that was received and not taken yet
         self._armed = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
         _LIVE.add(self)
         sock.settimeout(None)
         if not self.local:
-            _notice_vanished_peers(sock, stall_s)
+            notice_vanished_peers(sock, stall_s)
 
     # Frames.
 
@@ -108,9 +118,11 @@ class Control:
             DeadlinePassed, ConnectionLost, TransportClosed: the connection is aborted.
         """
         parts: list[Part] = [pack_header(header, meta)]
-        if meta:
-            parts.append(meta)
-        if views:
+        if len(meta) + header.body_nbytes <= _JOIN_BYTES:
+            parts = [b"".join((parts[0], meta, *views))]
+        else:
+            if meta:
+                parts.append(meta)
             parts.extend([view for view in views if len(view)])
         self.send(parts, deadline=deadline)
 
@@ -127,15 +139,23 @@ class Control:
             DeadlinePassed, ConnectionLost, TransportClosed: as all methods. The connection is aborted.
         """
         self._check()
-        head = self._head
-        self._receive(head, deadline, stall=False)
+        head = self._receive_head(deadline)
         try:
             header, digest = unpack_header(head, max_meta=limits.max_meta, max_body=limits.max_body)
-            meta = self._receive_bytes(header.meta_nbytes, deadline) if header.meta_nbytes else b""
+            nbytes = header.meta_nbytes
+            here = nbytes <= self._end - self._at
+            meta = self._taken(nbytes) if here else self._receive_meta(nbytes, deadline)
             check_meta(head, meta, digest)
         except ProtocolError as error:
             raise self.fail(ProtocolError(f"{self.peer}: {error}")) from None
         return header, meta
+
+    def _receive_meta(self, nbytes: int, deadline: float) -> bytes:
+        """However slowly it comes, it ends: what holds memory makes progress."""
+        now = time.monotonic()
+        if self.metas is not None and not self.metas.take(nbytes, min(deadline, now + self.stall_s)):
+            raise self.fail(ConnectionLost(f"{self.peer}: no memory for {nbytes} bytes of meta became free in time"))
+        return self._receive_bytes(nbytes, min(deadline, now + self.stall_s + nbytes / LEAST_RATE))
 
     def await_frame(self, kind: Kind, number: int, *, limits: Limits, deadline: float) -> tuple[Header, bytes]:
         """The next frame, which must be `kind` of request `number`.
@@ -158,9 +178,10 @@ class Control:
 
     def send(self, parts: Sequence[Part], *, deadline: float) -> None:
         """Send `parts`, none of which is empty, behind one another, and nothing of another thread in between."""
-        wait = deadline - time.monotonic()
-        if not self._sending.acquire(timeout=max(0.0, min(wait, self.stall_s))):
-            raise self.fail(self._late("sending", wait <= self.stall_s))
+        if not self._sending.acquire(blocking=False):
+            wait = deadline - time.monotonic()
+            if not self._sending.acquire(timeout=max(0.0, min(wait, self.stall_s))):
+                raise self.fail(self._late("sending", wait <= self.stall_s))
         try:
             self._check()
             held, self._held = self._held, []
@@ -171,15 +192,21 @@ class Control:
     def receive_into(self, views: Sequence[memoryview], *, deadline: float) -> None:
         """Fill `views` (flat, writable, of bytes), in order. Nothing is written into them once this ended."""
         self._check()
-        if len(views) == 1:
-            if len(views[0]):
-                self._receive(views[0], deadline)
-            return
-        self._scatter([view for view in views if len(view)], deadline)
+        left = [view for view in views if len(view)]
+        if self._at < self._end:
+            left, done = fill(left, self._ahead[self._at : self._end])
+            self._at += done
+        if len(left) == 1:
+            self._receive(left[0], deadline)
+        elif left:
+            self._scatter(left, deadline)
 
     def skip(self, nbytes: int, *, deadline: float) -> None:
         """Receive `nbytes` and throw them away."""
         self._check()
+        here = min(nbytes, self._end - self._at)
+        self._at += here
+        nbytes -= here
         scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
         while nbytes > 0:
             piece = scratch[:nbytes]
@@ -224,11 +251,16 @@ class Control:
     @property
     def usable(self) -> bool:
         """False after `abort`, `close` and any error, and in a forked child."""
-        return not self._ended and self._pid == os.getpid()
+        return not self._ended and self._pid == process_id()
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 after `close`."""
         return self._sock.fileno()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether something was received that nobody has taken yet: the descriptor does not tell of that."""
+        return self._at < self._end
 
     def peer_gone(self) -> bool:
         """Whether the peer is known to have closed or reset the connection. Does not block and sends nothing."""
@@ -242,7 +274,7 @@ class Control:
     def abort(self) -> None:
         """End the connection now, from any thread. A blocked call raises `TransportClosed`; the descriptor's number
         stays taken until `close`, so that it cannot become something else under a call."""
-        if self._pid != os.getpid():
+        if self._pid != process_id():
             self._ended = True
             return  # shutdown(2) would end the parent's connection
         with self._ending:
@@ -254,12 +286,12 @@ class Control:
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not SSLSocket's, which is not safe under a call
             except OSError:  # not connected any more
                 pass
-            _let_go(fd)
+            let_go(fd)
 
     def close(self) -> None:
         """`abort`, and close the descriptor. No receive may be under way; sends of other threads end first."""
         self.abort()
-        if self._pid != os.getpid():
+        if self._pid != process_id():
             self._sock.close()  # without the locks, which a thread of the parent may hold for ever here
             return
         with self._sending, self._ending:
@@ -302,7 +334,7 @@ class Control:
         return error
 
     def _check(self) -> None:
-        if self._pid != os.getpid():
+        if self._pid != process_id():
             raise TransportClosed(f"{self.peer}: the channel belongs to the process before os.fork(); open another")
         if self._ended:
             raise TransportClosed(f"{self.peer}: the channel was closed")
@@ -339,9 +371,10 @@ class Control:
         return bool(poll.poll(None if wait == math.inf else math.ceil(min(wait, 1e6) * 1000)))
 
     def _arm(self, option: int, wait: float) -> None:
-        """Let the socket's timeout be at most `wait`, and not much less: a call every few µs need not set it."""
+        """Let the socket's timeout be at most `wait`, and not so short that it costs anything: a call every few µs need
+        not set it."""
         armed = self._armed[option]
-        if wait / 2 <= armed <= wait:
+        if min(wait / 2, _COARSE_S) <= armed <= wait:
             return
         if wait < math.inf:
             wait = min(wait * 0.75 if wait > 0.1 else wait, 1e6)
@@ -353,36 +386,56 @@ class Control:
 
     def _send(self, parts: list[Part], deadline: float) -> None:
         sock, at, since, flags = self._sock, 0, None, _NOW
-        careful = self.local or _in_main_thread()
         while True:
             try:
-                sent = sock.sendmsg(
-                    parts if len(parts) <= _IOV_MAX and not at else parts[at : at + _IOV_MAX], (), flags
-                )
+                if len(parts) == 1:
+                    sent = sock.send(parts[0], flags)
+                else:
+                    sent = sock.sendmsg(
+                        parts if len(parts) <= _IOV_MAX and not at else parts[at : at + _IOV_MAX], (), flags
+                    )
             except BlockingIOError:
                 sent = 0
             except OSError as error:
                 try:  # what was received before a reset can still be read (Linux)
-                    self._said = sock.recv(_SCRATCH_BYTES, socket.MSG_DONTWAIT)
+                    self._said = bytes(self._ahead[self._at : self._end])
+                    self._said += sock.recv(_SCRATCH_BYTES, socket.MSG_DONTWAIT)
                 except OSError:
                     pass
                 raise self._lost("sending", error) from error
-            if sent or since is None:
-                since = time.monotonic()
-            at = _advance(parts, at, sent)
+            if len(parts) == 1 and sent == len(parts[0]):
+                return
+            at = advance(parts, at, sent)
             if at == len(parts):
                 return
+            if sent or since is None:
+                since = time.monotonic()
             wait = self._patience(deadline, since, "sending")
-            if careful:
+            if self.local or in_main_thread():
                 self._poll(select.POLLOUT, wait)
             else:
                 self._arm(socket.SO_SNDTIMEO, wait)
                 flags = socket.MSG_NOSIGNAL
 
-    def _receive(self, view: memoryview, deadline: float, *, stall: bool = True) -> None:
-        """Fill `view`, which is not empty. Without `stall` it may take any time until the first byte."""
-        sock, left = self._sock, len(view)
-        careful = _in_main_thread()
+    def _receive_head(self, deadline: float) -> memoryview:
+        """The next header, valid until the next call; it may take any time until it begins."""
+        ahead, at, end = self._ahead, self._at, self._end
+        if at == end:
+            at, end = 0, self._receive(ahead, deadline, least=HEADER_BYTES, stall=False)
+        elif end - at < HEADER_BYTES:
+            have = end - at
+            ahead[:have] = ahead[at:end]
+            at, end = 0, have + self._receive(ahead[have:], deadline, least=HEADER_BYTES - have)
+        self._at, self._end = at + HEADER_BYTES, end
+        return ahead[at : at + HEADER_BYTES]
+
+    def _receive(self, view: memoryview, deadline: float, *, least: int = -1, stall: bool = True) -> int:
+        """Fill `view`, which is not empty, with at least `least` bytes, all if that is negative; how many they are.
+        Without `stall` it may take any time until the first byte."""
+        sock, left, total = self._sock, len(view), len(view)
+        careful = in_main_thread()
+        missing = left if least < 0 else least
+        flags = socket.MSG_WAITALL if missing == left else 0
         since = time.monotonic() if stall else None
         while True:
             wait = self._patience(deadline, since, "receiving")
@@ -392,20 +445,21 @@ class Control:
                     got = sock.recv_into(view, left, socket.MSG_DONTWAIT)
                 else:
                     self._arm(socket.SO_RCVTIMEO, wait)
-                    got = sock.recv_into(view, left, socket.MSG_WAITALL)
+                    got = sock.recv_into(view, left, flags)
             except BlockingIOError:
                 continue
             except OSError as error:
                 raise self._lost("receiving", error) from error
-            if got == left:
-                return
+            if got >= missing:
+                return total - left + got
             if not got:
                 raise self._lost("receiving", None)
+            missing -= got
             view, left, since = view[got:], left - got, time.monotonic()
 
     def _scatter(self, views: list[memoryview], deadline: float) -> None:
         sock, at, since = self._sock, 0, time.monotonic()
-        careful = _in_main_thread()
+        careful = in_main_thread()
         while at < len(views):
             wait = self._patience(deadline, since, "receiving")
             batch = views[at : at + _IOV_MAX]
@@ -422,24 +476,29 @@ class Control:
                 raise self._lost("receiving", error) from error
             if not got:
                 raise self._lost("receiving", None)
-            at = _advance(views, at, got)
+            at = advance(views, at, got)
             since = time.monotonic()
 
+    def _taken(self, nbytes: int) -> bytes:
+        """Up to `nbytes` of what came with the header."""
+        at = self._at
+        self._at = end = min(at + nbytes, self._end)
+        return bytes(self._ahead[at:end])
+
     def _receive_bytes(self, nbytes: int, deadline: float) -> bytes:
-        try:
-            data = self._sock.recv(
-                min(nbytes, _SCRATCH_BYTES), socket.MSG_DONTWAIT
-            )  # it came with the header, nearly always
-        except BlockingIOError:
-            data = b""
-        except OSError as error:
-            raise self._lost("receiving", error) from error
-        else:
-            if not data:
-                raise self._lost("receiving", None)
-        if len(data) == nbytes:
-            return data
-        return self._rest(data, nbytes, deadline)
+        data = self._taken(nbytes)
+        if len(data) < nbytes:
+            try:  # it came with the header, nearly always
+                more = self._sock.recv(min(nbytes - len(data), _SCRATCH_BYTES), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._lost("receiving", error) from error
+            else:
+                if not more:
+                    raise self._lost("receiving", None)
+                data = data + more if data else more
+        return data if len(data) == nbytes else self._rest(data, nbytes, deadline)
 
     def _rest(self, data: bytes, nbytes: int, deadline: float) -> bytes:
         """`data` and what is missing to `nbytes`. Memory is taken as bytes arrive, not because a header claims them."""
@@ -459,41 +518,3 @@ def _after_fork_in_child() -> None:
 
 _LIVE: weakref.WeakSet[Control] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _let_go(fd: int) -> None:
-    """Put a socket that was closed at its other end (EOF, EPIPE) into the place of `fd`, so that the kernel closes the
-    connection as soon as no call uses it any more. After a mere shutdown(2), a peer that waits for our window of TCP to
-    open would wait on."""
-    try:
-        dead, other = socket.socketpair()
-        with dead, other:
-            os.dup2(dead.fileno(), fd, inheritable=False)
-    except OSError:  # no descriptor is free: then when it is closed
-        pass
-
-
-def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
-def _advance(parts: list[Part] | list[memoryview], at: int, nbytes: int) -> int:
-    """Index of the first part that is not done after `nbytes` more, of which what is done is cut off."""
-    while nbytes:
-        part = parts[at]
-        if nbytes < len(part):
-            parts[at] = memoryview(part)[nbytes:]
-            return at
-        nbytes -= len(part)
-        at += 1
-    return at
-
-
-def _notice_vanished_peers(sock: socket.socket, stall_s: float) -> None:
-    """A machine without power sends no RST: keepalive finds it when idle, TCP_USER_TIMEOUT when data is unsent."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, int(min(stall_s, 86400) * 1000)))

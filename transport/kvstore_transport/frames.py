@@ -27,7 +27,18 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from .errors import ProtocolError
 
-__all__ = ["HEADER_BYTES", "PROTOCOL_VERSION", "Flags", "Header", "Kind", "check_meta", "pack_header", "unpack_header"]
+__all__ = [
+    "BODY_SUM",
+    "HEADER_BYTES",
+    "LEASE",
+    "PROTOCOL_VERSION",
+    "Flags",
+    "Header",
+    "Kind",
+    "check_meta",
+    "pack_header",
+    "unpack_header",
+]
 
 PROTOCOL_VERSION = 1
 """Exchanged in HELLO; both sides must have the same."""
@@ -36,6 +47,7 @@ MAGIC = b"KVT1"
 _FIXED = struct.Struct("<4sBBHIIQQQ")
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _FIXED.size + _SUM.size
+_JOINED = 4096
 
 
 class Kind(enum.IntEnum):
@@ -58,7 +70,10 @@ class Flags(enum.IntFlag):
     LEASE = 2  # REQUEST: leave the body of the reply in shared memory until RELEASE
 
 
-_KNOWN = int(Flags.BODY_SUM | Flags.LEASE)
+BODY_SUM, LEASE = int(Flags.BODY_SUM), int(Flags.LEASE)
+"""As plain numbers: `&` of a number and an `IntFlag` takes 1 µs, several times per request."""
+
+_KNOWN = BODY_SUM | LEASE
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -121,8 +136,8 @@ def check_meta(head: bytes | memoryview, meta: bytes | memoryview, digest: int) 
 
 
 def _digest(fixed: bytes | memoryview, meta: bytes | memoryview) -> int:
-    if not meta:
-        return xxh3_64_intdigest(fixed)
+    if len(meta) <= _JOINED:  # cheaper than a state for two
+        return xxh3_64_intdigest(b"".join((fixed, meta)))
     state = xxh3_64(fixed)
     state.update(meta)
     return state.intdigest()

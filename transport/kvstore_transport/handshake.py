@@ -14,6 +14,9 @@ WELCOME, each with a nonce of 16 random bytes: it holds for these two messages o
 replayed or reflected. The client proves first. Without TLS this keeps strangers out; it does not protect the bytes that
 follow from somebody who can change them on the way.
 
+A namespace that does not exist is answered as one whose token the client does not know, so nobody learns names that he
+has no token for. A client counts against the server's connections only from the moment that it has proven who it is.
+
 Frames of the handshake look like this in every version of the protocol, so that two versions can tell each other so.
 """
 
@@ -41,10 +44,13 @@ __all__ = ["LOCAL_FACT", "Agreed", "Identify", "Wishes", "greet_client", "greet_
 _LIMITS = Limits(max_meta=64 << 10, max_body=0)
 _NONCE_BYTES = 16
 _MOST_TEXT = 1024
+_MOST_NAME = 80
+_LEAST_META = 64 << 10  # bytes: replies have some length that no limit of the client's can make away with
+_NOBODY = os.urandom(32)  # the token of namespaces that do not exist
 _REFUSALS: dict[str, type[TransportError]] = {
     "version": PeerRefused,
     "token": PeerRefused,
-    "namespace": PeerRefused,
+    "limits": PeerRefused,
     "tls": PeerRefused,
     "busy": PeerBusy,
     "transport": TransportUnavailable,
@@ -167,7 +173,8 @@ def greet_server(
     proven = False
     if "transport" not in welcome:  # a challenge
         if not credentials.token:
-            raise control.fail(PeerRefused(f"{control.peer} wants a token for namespace {credentials.namespace!r}"))
+            text = f"{control.peer} wants a token for {_shown(credentials.namespace)}, or has no such namespace"
+            raise control.fail(PeerRefused(text))
         _field(control, welcome, "nonce", bytes)
         proof = _proof(credentials.token, b"client", hello, meta)
         control.send_frame(Header(Kind.HELLO), _pack({"proof": proof}), deadline=deadline)
@@ -179,7 +186,7 @@ def greet_server(
     if credentials.token and not proven:
         raise control.fail(
             PeerRefused(
-                f"{control.peer} wants no token for namespace {credentials.namespace!r}, so it cannot prove who it is: "
+                f"{control.peer} wants no token for {_shown(credentials.namespace)}, so it cannot prove who it is: "
                 "give the server the token, or the client none"
             )
         )
@@ -245,7 +252,7 @@ def greet_client(
     transports: Sequence[str],
     limits: Limits,
     facts: Mapping[str, object],
-    busy: bool = False,
+    admit: Callable[[], bool] = lambda: True,
     deadline: float,
 ) -> Agreed:
     """The server's side of the handshake, on a fresh connection.
@@ -253,14 +260,14 @@ def greet_client(
     Args:
         transports: those that this server offers.
         facts: further ones for the client's `Peer.facts`, of plain types.
-        busy: tell the client to come again, whoever it is.
+        admit: asked once the client has proven who it is; False: tell it to come again.
 
     Raises:
         PeerRefused: the client was refused, and told why.
         ProtocolError, ConnectionLost, DeadlinePassed, TransportClosed: the connection is aborted.
     """
     try:
-        return _greet_client(control, identify, transports, limits, facts, busy, deadline)
+        return _greet_client(control, identify, transports, limits, facts, admit, deadline)
     except _Refusal as refusal:
         refuse(control, refusal.reason, str(refusal), deadline=deadline)
         raise PeerRefused(f"{control.peer} was refused: {refusal}") from None
@@ -278,7 +285,7 @@ def _greet_client(
     transports: Sequence[str],
     limits: Limits,
     facts: Mapping[str, object],
-    busy: bool,
+    admit: Callable[[], bool],
     deadline: float,
 ) -> Agreed:
     hello, meta = _hello(control, deadline)
@@ -286,10 +293,8 @@ def _greet_client(
         raise _Refusal(
             "version",
             f"this server speaks protocol {PROTOCOL_VERSION} (kvstore {_version()}), the client protocol {protocol} "
-            f"(kvstore {_field(control, hello, 'version', str)[:40]}): install the same version at both sides",
+            f"(kvstore {_field(control, hello, 'version', str)[:40]!r}): install the same version at both sides",
         )
-    if busy:
-        raise _Refusal("busy", f"this server has its {limits.connections} connections already; come again")
     namespace = _field(control, hello, "namespace", str)[:_MOST_TEXT]
     client = _field(control, hello, "client", bytes)
     if len(client) != 16 or len(_field(control, hello, "nonce", bytes)) != _NONCE_BYTES:
@@ -297,6 +302,9 @@ def _greet_client(
     proof = _check_token(control, identify, namespace, meta, deadline)
     name, mine, theirs, note = _choose(control, hello, transports)
     agreed = _smaller(control, limits, hello)
+    if _field(control, hello, "max_meta", int) < _LEAST_META:
+        text = f"this client takes {hello['max_meta']} bytes of meta; it must take {_LEAST_META} at least"
+        raise _Refusal("limits", text)
     welcome: dict[str, object] = {
         "protocol": PROTOCOL_VERSION,
         "version": _version(),
@@ -320,6 +328,8 @@ def _greet_client(
         note=note,
     )
     sums = _field(control, hello, "sums", bool)
+    if not admit():
+        raise _Refusal("busy", f"this server has its {limits.connections} connections already; come again")
     control.send_frame(Header(Kind.WELCOME), _pack(welcome), deadline=deadline)
     return Agreed(peer, way(name), mine, theirs, agreed, sums)
 
@@ -332,10 +342,11 @@ def _hello(control: Control, deadline: float) -> tuple[dict[str, object], bytes]
 
 
 def _check_token(control: Control, identify: Identify, namespace: str, hello: bytes, deadline: float) -> bytes:
-    """The server's own proof; b"" if the namespace is open."""
+    """The server's own proof; b"" if the namespace is open. One that does not exist is as one with a token that nobody
+    knows: a stranger sees no difference, nor does it take another time."""
     token = identify(namespace)
     if token is None:
-        raise _Refusal("namespace", f"this server has no namespace {namespace!r}")
+        token = _NOBODY
     if not token:
         return b""
     challenge = _pack({"nonce": os.urandom(_NONCE_BYTES)})
@@ -343,8 +354,13 @@ def _check_token(control: Control, identify: Identify, namespace: str, hello: by
     answer, _ = _hello(control, deadline)
     expected = _proof(token, b"client", hello, challenge)
     if not hmac.compare_digest(_field(control, answer, "proof", bytes), expected):
-        raise _Refusal("token", f"wrong token for namespace {namespace!r}")
+        raise _Refusal("token", f"wrong token for {_shown(namespace)}, or no such namespace")
     return _proof(token, b"server", hello, challenge)
+
+
+def _shown(namespace: str) -> str:
+    """For messages."""
+    return f"namespace {namespace[:_MOST_NAME]!r}" if namespace else "the default namespace"
 
 
 def _choose(control: Control, hello: dict[str, object], transports: Sequence[str]) -> tuple[str, Facts, Facts, str]:
@@ -363,10 +379,12 @@ def _choose(control: Control, hello: dict[str, object], transports: Sequence[str
                 why = found.agree(mine, theirs)
             except TransportUnavailable as error:
                 why = f"not usable at this server: {error}"
+            except RecursionError:
+                raise control.fail(ProtocolError(f"{control.peer}: facts that are nested too deeply")) from None
             if not why and control.encrypted and not found.private:
                 why = "its bodies would not be encrypted, but TLS is on"
             if not why and name in LOCAL and not control.local:
-                why = "needs a Unix socket"
+                why = "needs the server's Unix socket (kvstore serve --unix PATH)"
             if not why:
                 return name, mine, theirs, "; ".join(notes)
         notes.append(f"{name[:20]}: {why}")

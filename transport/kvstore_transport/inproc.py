@@ -228,7 +228,9 @@ class InprocServer:
         """
         token = self._identify(credentials.namespace)
         if token is None or not hmac.compare_digest(token, credentials.token):
-            raise PeerRefused(f"inproc: wrong token for namespace {credentials.namespace!r}, or no such namespace")
+            name = credentials.namespace
+            shown_namespace = f"namespace {name!r}" if name else "the default namespace"
+            raise PeerRefused(f"inproc: wrong token for {shown_namespace}, or no such namespace")
         max_meta = min(limits.max_meta, self._limits.max_meta)
         max_body = min(limits.max_body, self._limits.max_body)
         server = Peer("inproc", "inproc", "", credentials.namespace, b"", max_meta, max_body, self._facts)

@@ -1,9 +1,10 @@
 """`Server`: listens on TCP and on a Unix socket, and serves every connection in a thread of its own.
 
 A thread waits in recv(2) while its connection is idle, so idle connections cost no CPU, only a small stack. What
-strangers do costs little, and never stops the accept loop: the handshake is bounded in bytes and in time, the number of
-connections is bounded, and so are threads that tell clients to come again. `accepting` has the accept loop, `serving`
-what happens on one connection.
+strangers do costs little, and never stops the accept loop: the handshake is bounded in bytes and in time. Connections
+count from the moment that their client has proven who it is; those that have not wait in a lobby of their own, of
+bounded size, in which the oldest make way for newcomers. `accepting` has the accept loop, `serving` what happens on one
+connection.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from . import _shm_peer
+from ._lobby import Lobby, origin
+from ._metas import Metas
 from .accepting import Acceptor, listen_tcp, start_with_small_stack
 from .addresses import Address
+from .bodies import way
+from .errors import TransportUnavailable
 from .handshake import LOCAL_FACT, Identify
 from .seam import Handler, Limits
 from .serving import Connection, Terms, Totals
@@ -29,7 +34,7 @@ __all__ = ["Server", "ServerStats", "open_default_namespace"]
 
 logger = logging.getLogger("kvstore.transport")
 
-_MOST_REFUSING = 16  # threads that tell clients to come again; more clients are cut off without a word
+_MOST_ENDING = 2  # times the lobby: threads of connections that are not served; more clients are cut off without a word
 _ABORT_S = 5.0  # how long `close` waits for threads after it aborted their connections
 
 
@@ -45,6 +50,8 @@ class ServerStats(NamedTuple):
         connections: open now, those in the handshake included.
         accepted, refused, failed: connections that finished the handshake, were refused, or ended in it or by an error.
         requests, received_bytes, sent_bytes: by transport; bytes of bodies.
+        pushed_out: connections that made way for others before their client had proven who it is.
+        meta_bytes: memory that long metas of requests take now.
     """
 
     connections: int
@@ -54,6 +61,8 @@ class ServerStats(NamedTuple):
     requests: dict[str, int]
     received_bytes: dict[str, int]
     sent_bytes: dict[str, int]
+    pushed_out: int
+    meta_bytes: int
 
 
 class Server:
@@ -99,12 +108,20 @@ class Server:
             facts[LOCAL_FACT] = [_shm_peer.host_id(), self.path]
         self._limits = limits
         self._totals = Totals()
-        self._terms = Terms(handler, identify, tls, limits, tuple(transports), facts, [], self._totals)
+        metas = Metas(limits.max_meta)
+        self._terms = Terms(handler, identify, tls, limits, tuple(transports), facts, [], self._totals, metas)
         self._pid = os.getpid()
-        self._connections: set[Connection] = set()
-        self._refusing: set[Connection] = set()
+        self._connections: set[Connection] = set()  # all
+        self._served: set[Connection] = set()  # whose client has proven who it is
+        self._lobby: Lobby[Connection] = Lobby(limits.connections)  # whose client has not
+        self._pushed_out = 0
         self._lock = threading.Lock()
         self._closed = False
+        for name in transports:
+            try:  # imported now, and not while the first client waits for its WELCOME
+                way(name)
+            except TransportUnavailable:  # the handshake says so to those who want it
+                continue
         listeners: list[socket.socket] = []
         try:
             if listen is not None:
@@ -130,8 +147,9 @@ class Server:
             for connection in live:
                 _add(connection, requests, received, sent)
             return ServerStats(
-                len(live), totals.accepted, totals.refused, totals.failed, dict(requests), dict(received), dict(sent)
-            )
+                len(live), totals.accepted, totals.refused, totals.failed, dict(requests), dict(received), dict(sent),
+                self._pushed_out, self._terms.metas.used,
+            )  # fmt: skip
 
     def close(self, drain_s: float = 0.0) -> None:
         """Accept nobody any more, let requests that are under way end within `drain_s` seconds, then abort the rest.
@@ -161,14 +179,14 @@ class Server:
 
     def _each(self, action: Callable[[Connection], None]) -> None:
         with self._lock:
-            connections = [*self._connections, *self._refusing]
+            connections = [*self._connections]
         for connection in connections:
             action(connection)
 
     def _join(self, until: float) -> list[Connection]:
         """Wait for the threads of all connections; those that are still running then."""
         with self._lock:
-            connections = [*self._connections, *self._refusing]
+            connections = [*self._connections]
         for connection in connections:
             if connection.thread is not threading.current_thread():
                 connection.thread.join(max(0.0, until - time.monotonic()))
@@ -178,22 +196,32 @@ class Server:
 
     def _accepted(self, sock: socket.socket, peer: str) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed or len(self._connections) - len(self._served) >= _MOST_ENDING * self._lobby.most:
                 sock.close()
                 return
-            busy = len(self._connections) >= self._limits.connections
-            group = self._refusing if busy else self._connections
-            if busy and len(group) >= _MOST_REFUSING:
-                sock.close()
-                return
-            connection = Connection(self._terms, sock, peer, busy=busy, ended=self._ended)
-            group.add(connection)
+            connection = Connection(self._terms, sock, peer, admit=self._admit, ended=self._ended)
+            self._connections.add(connection)
+            pushed_out = self._lobby.enter(connection, origin(sock))
+            self._pushed_out += pushed_out is not None
+        if pushed_out is not None:
+            pushed_out.abort()
         try:
             start_with_small_stack(connection.thread)
         except RuntimeError as error:  # no more threads
             logger.warning("%s was turned away: %s", peer, error)
             self._forget(connection)
             sock.close()
+
+    # In the threads of the connections.
+
+    def _admit(self, connection: Connection) -> bool:
+        """Its client has proven who it is; whether there is a place for it."""
+        with self._lock:
+            self._lobby.leave(connection)
+            if len(self._served) >= self._limits.connections:
+                return False
+            self._served.add(connection)
+            return True
 
     def _ended(self, connection: Connection) -> None:
         with self._totals.lock:
@@ -203,7 +231,8 @@ class Server:
     def _forget(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
-            self._refusing.discard(connection)
+            self._served.discard(connection)
+            self._lobby.leave(connection)
 
 
 def _add(connection: Connection, requests: Counter[str], received: Counter[str], sent: Counter[str]) -> None:

@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ._metas import LEAST_RATE, Metas, MetaShare
+from ._shm_peer import check_peer
 from .bodies import LeasingBodies
 from .channel import Once, checksum, flat
 from .control import Control
 from .errors import ConnectionLost, DeadlinePassed, PeerRefused, ProtocolError, TransportError
-from .frames import Flags, Header, Kind, pack_header
+from .frames import BODY_SUM, LEASE, Header, Kind, pack_header
 from .handshake import Agreed, Identify, greet_client, refuse
 from .seam import Answer, Bodies, Handler, Incoming, Limits, Peer
 
@@ -43,7 +45,12 @@ class Totals:
 
 
 class Terms(NamedTuple):
-    """What all connections of a server share. `slabs`: what was registered, only ever appended to."""
+    """What all connections of a server share.
+
+    Attributes:
+        slabs: what was registered, only ever appended to.
+        metas: memory for the metas of all connections.
+    """
 
     handler: Handler
     identify: Identify
@@ -53,13 +60,17 @@ class Terms(NamedTuple):
     facts: dict[str, object]
     slabs: list[tuple[memoryview, int | None]]
     totals: Totals
+    metas: Metas
 
 
 class Connection:
     """One connection, served by its own thread.
 
+    However slowly a client takes a body, or sends one, it ends: by the deadline of the request, or `stall_s` and one
+    second for each MiB after it began. Then the connection is cut, and what the body pinned is given back.
+
     Args:
-        busy: tell the client to come again.
+        admit: asked once the client has proven who it is; False: tell it to come again.
         ended: called at the very end, in the connection's thread.
 
     Attributes:
@@ -68,12 +79,13 @@ class Connection:
     """
 
     def __init__(
-        self, terms: Terms, sock: socket.socket, peer: str, *, busy: bool, ended: Callable[[Connection], None]
-    ) -> None:
+        self, terms: Terms, sock: socket.socket, peer: str, *, admit: Callable[[Connection], bool],
+        ended: Callable[[Connection], None],
+    ) -> None:  # fmt: skip
         self._terms = terms
         self._sock: socket.socket | None = sock
         self._peer = peer
-        self._busy_server = busy
+        self._admit = admit
         self._ended = ended
         self._control: Control | None = None
         self._bodies: Bodies | None = None
@@ -143,6 +155,8 @@ class Connection:
         """Cut the connection first, so that whoever holds a lease can tell; then let go of everything."""
         control, bodies = self._control, self._bodies
         try:
+            if control is not None and control.metas is not None:
+                control.metas.free()
             if control is not None and not clean:
                 control.abort()
             if bodies is not None:
@@ -176,7 +190,7 @@ class Connection:
             transports=terms.transports,
             limits=limits,
             facts=terms.facts,
-            busy=self._busy_server,
+            admit=lambda: self._admit(self),
             deadline=deadline,
         )
         bodies = agreed.way.open(
@@ -193,7 +207,13 @@ class Connection:
         if sock is None:
             raise ConnectionLost(f"{self._peer}: closed")
         if sock.family == socket.AF_UNIX:
-            return self._own(Control(sock, self._peer, stall_s=limits.stall_s))
+            control = self._own(Control(sock, self._peer, stall_s=limits.stall_s))
+            try:
+                check_peer(control.fileno(), limits.uids)
+            except PeerRefused as error:
+                refuse(control, "user", str(error), deadline=deadline)
+                raise
+            return control
         begins = _first_byte(sock, self._peer, deadline)
         if begins not in (_TLS_RECORD, _OUR_FRAME):
             raise ProtocolError(f"{self._peer}: neither our protocol nor TLS")
@@ -231,7 +251,9 @@ class Connection:
         if control is None or bodies is None:
             return
         patience = bodies.patience if isinstance(bodies, LeasingBodies) else _no_end
+        metas = control.metas = MetaShare(self._terms.metas, agreed.peer.client)
         while True:
+            metas.free()
             try:
                 header, meta = control.receive_frame(limits=agreed.limits, deadline=patience())
             except ConnectionLost:
@@ -288,6 +310,7 @@ class Connection:
         """Send the reply; whether its body was lent, so that `done` is called when the peer lets go of it."""
         views, nbytes = flat(answer.body)
         limits, number, meta = agreed.limits, request.number, answer.meta
+        deadline = min(deadline, _latest(limits, nbytes))
         if len(meta) > limits.max_meta or nbytes > limits.max_body:
             raise ValueError(
                 f"a reply with {len(meta)} bytes of meta and {nbytes} of body; the peer takes at most "
@@ -295,15 +318,15 @@ class Connection:
             )
         self.sent += nbytes
         header = Header(Kind.REPLY, answer.status, 0, number, 0, nbytes)
-        if nbytes and request.flags & Flags.LEASE and isinstance(bodies, LeasingBodies):
+        if nbytes and request.flags & LEASE and isinstance(bodies, LeasingBodies):
             place = bodies.lend(views, nbytes, number=number, done=done)
             if place is not None:
-                parts = [pack_header(header._replace(flags=Flags.LEASE), meta), meta]
+                parts = [pack_header(header._replace(flags=LEASE), meta), meta]
                 parts += [pack_header(Header(Kind.GRANT, number=number), place), place]
                 control.send([part for part in parts if part], deadline=deadline)
                 return True
         if nbytes and agreed.sums:
-            header = header._replace(flags=Flags.BODY_SUM, body_sum=checksum(views))
+            header = header._replace(flags=BODY_SUM, body_sum=checksum(views))
         if bodies.inline or not nbytes:
             control.send_frame(header, meta, views, deadline=deadline)
         else:
@@ -337,6 +360,7 @@ class _Incoming(Incoming):
         self.session = session
         self.received = 0
         self._sums = agreed.sums
+        self._limits = agreed.limits
         self._bodies = bodies
         self._control = control
         self._header = header
@@ -353,8 +377,9 @@ class _Incoming(Incoming):
         self._pending = False
         header = self._header
         try:
-            self._bodies.receive(views, nbytes, number=header.number, deadline=self.deadline)
-            if header.flags & Flags.BODY_SUM:
+            deadline = min(self.deadline, _latest(self._limits, nbytes))
+            self._bodies.receive(views, nbytes, number=header.number, deadline=deadline)
+            if header.flags & BODY_SUM:
                 if checksum(views) != header.body_sum:
                     raise ProtocolError(f"{self.peer.address}: a body whose checksum is wrong")
             elif self._sums:
@@ -368,7 +393,8 @@ class _Incoming(Incoming):
     def discard(self) -> None:
         if self._pending:
             self._pending = False
-            self._bodies.skip(self.body_nbytes, number=self._header.number, deadline=self.deadline)
+            deadline = min(self.deadline, _latest(self._limits, self.body_nbytes))
+            self._bodies.skip(self.body_nbytes, number=self._header.number, deadline=deadline)
 
     def end(self) -> bool:
         """After the handler: get the body out of the way; whether the connection can go on."""
@@ -376,6 +402,11 @@ class _Incoming(Incoming):
             return False
         self.discard()
         return True
+
+
+def _latest(limits: Limits, nbytes: int) -> float:
+    """When a body that begins now must be through."""
+    return time.monotonic() + limits.stall_s + nbytes / LEAST_RATE
 
 
 def _no_end() -> float:

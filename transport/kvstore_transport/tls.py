@@ -47,7 +47,8 @@ class TlsControl(Control):
                 except OSError as error:
                     raise self._lost("sending", error) from error
 
-    def _receive(self, view: memoryview, deadline: float, *, stall: bool = True) -> None:
+    def _receive(self, view: memoryview, deadline: float, *, least: int = -1, stall: bool = True) -> int:
+        total, missing = len(view), len(view) if least < 0 else least
         since = time.monotonic() if stall else None
         while True:
             self._arm_both(self._patience(deadline, since, "receiving"))
@@ -57,18 +58,18 @@ class TlsControl(Control):
                 continue
             except OSError as error:
                 raise self._lost("receiving", error) from error
-            if got == len(view):
-                return
             if not got:
                 raise self._lost("receiving", None)
-            view, since = view[got:], time.monotonic()
+            view, missing, since = view[got:], missing - got, time.monotonic()
+            if missing <= 0:
+                return total - len(view)
 
     def _scatter(self, views: list[memoryview], deadline: float) -> None:
         for view in views:
             self._receive(view, deadline)
 
     def _receive_bytes(self, nbytes: int, deadline: float) -> bytes:
-        return self._rest(b"", nbytes, deadline)
+        return self._rest(self._taken(nbytes), nbytes, deadline)
 
 
 def _joined(parts: Iterable[Part]) -> Iterator[Part | bytearray]:
