@@ -200,6 +200,7 @@ class Metrics:
         self._max_series = max_series
         self._lock = threading.Lock()
         self._families: dict[str, _Family] = {}
+        self._included: list[Metrics] = []
         for metric in (*METRICS, *extra):
             self.define(metric)
         renew_after_fork(self)
@@ -219,6 +220,20 @@ class Metrics:
                 self._families[metric.name] = _Family(metric)
             elif known.metric != metric:
                 raise ConfigError(f"metric {metric.name!r} is defined differently already")
+
+    def include(self, other: Metrics) -> None:
+        """Show the numbers of `other` in `snapshot` as well: what a backend counts for itself, and goes on counting
+        there. Label sets must differ, so who counts in both uses other names of backends.
+
+        Raises:
+            ConfigError: a metric is defined differently there.
+        """
+        with other._lock:
+            theirs = [family.metric for family in other._families.values()]
+        for metric in theirs:
+            self.define(metric)
+        with self._lock:
+            self._included.append(other)
 
     def add(self, name: str, *labels: str, amount: float = 1) -> None:
         """Add `amount` ≥ 0 to a counter. Raises `ConfigError` for an unknown name, kind or number of labels."""
@@ -286,14 +301,22 @@ class Metrics:
             return sum(cell.counts) if isinstance(cell, _Histogram) else float(cell.value)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything, consistent within itself, as plain JSON-ready data. Metrics without a series are left out.
+        """Everything, consistent within itself (and what is included within itself), as plain JSON-ready data. Metrics
+        without a series are left out.
 
         Returns:
             `{name: {"kind", "doc", "labels": [...], "series": [{"labels": {name: value}, ...}]}}`; a series holds
             "value", or "count" (of all values), "sum" and "buckets": [[inclusive upper bound, cumulative count], …].
         """
         with self._lock:
-            return {name: self._family_snapshot(family) for name, family in self._families.items() if family.series}
+            found = {name: self._family_snapshot(family) for name, family in self._families.items() if family.series}
+            included = [*self._included]
+        for other in included:
+            for name, family in other.snapshot().items():
+                known = found.setdefault(name, family)
+                if known is not family:
+                    known["series"] += family["series"]
+        return found
 
     @staticmethod
     def _family_snapshot(family: _Family) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvstore.backend import Backend, Capability, KeyInfo, Limits, Outcome
 from kvstore.errors import ClosedError, ConfigError, KVStoreError, PermanentError, TransientError, from_os_error
-from kvstore.metrics import renew_after_fork
+from kvstore.metrics import Metrics, renew_after_fork
 
 if TYPE_CHECKING:
     from kvstore.buffers import Buffer, Slab
@@ -123,6 +123,11 @@ class Wrapper(Backend):
     def distance(self) -> int:  # type: ignore[override]
         """The inner backend's distance."""
         return self._inner.distance
+
+    @property
+    def metrics(self) -> Metrics | None:  # type: ignore[override]
+        """The inner backend's metrics; what a wrapper counts goes where it was told to."""
+        return self._inner.metrics
 
     @classmethod
     def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> Backend:

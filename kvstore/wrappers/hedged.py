@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HedgedBackend"]
 
+_HUNG = 4.0  # times the usual: not just slow
 _JOIN_SECONDS = 1.0  # how long close waits for requests under way
 
 
@@ -106,8 +107,9 @@ class HedgedBackend(Wrapper):
     For `get_into` and `stat`:
 
     * A second request goes to the alternate when the primary has not answered within the `quantile` of its recent
-      latencies for calls of that size (at least `min_delay`). For each key the first replica that has all its reads
-      wins. Second requests are at most `max_extra` of all requests, counted in items.
+      latencies for calls of about that size (at least `min_delay`). For each key the first replica that has all its
+      reads wins. Second requests are at most `max_extra` of all requests, counted in items. Half of what can be saved
+      up is not spent on what is a little slow, but only when four times the usual has passed: the primary hangs.
     * What the primary answers with MISS or ERROR is asked of the alternate. This needs no budget. If the alternate has
       no OK either, the primary's outcome stands.
     * If the primary is unusable (`ClosedError`), the alternate serves. Only if both are, the call raises.
@@ -337,13 +339,13 @@ class HedgedBackend(Wrapper):
     def _hedge(self, race: _Race, operation: Operation, size: int, delay: float, deadline: float) -> bool:
         """Fill `race` from both replicas. False, with nothing done: the first request could not be begun here."""
         answers: SimpleQueue[_Try] = SimpleQueue()
-        ask_again_at = self._clock() + delay
+        start = self._clock()
         first = self._start(self._inner, race, operation, deadline, answers, self._noting(operation, size))
         if first is None:
             return False
         tries = [first]
         try:
-            self._await(race, operation, tries, answers, ask_again_at, deadline)
+            self._await(race, operation, tries, answers, (start + delay, start + _HUNG * delay), deadline)
         finally:
             for each in tries:
                 if each.scratch is not None:
@@ -356,13 +358,18 @@ class HedgedBackend(Wrapper):
         operation: Operation,
         tries: list[_Try],
         answers: SimpleQueue[_Try],
-        ask_again_at: float,
+        ask_again_at: tuple[float, float],
         deadline: float,
     ) -> None:
+        """Args:
+        ask_again_at: when the primary is late, and when it seems to hang.
+        """
+        slow_at, hung_at = ask_again_at
+        ask_at = slow_at
         first, ended = tries[0], []
         result: str | None = "fast"  # None: counted by _start
         while race.missing:
-            answer = _next_answer(answers, min(deadline, ask_again_at) - self._clock())
+            answer = _next_answer(answers, min(deadline, ask_at) - self._clock())
             if answer is not None:
                 if answer.raised is not None and not isinstance(answer.raised, KVStoreError):
                     raise answer.raised  # an interrupt of the worker is one of the caller
@@ -374,9 +381,10 @@ class HedgedBackend(Wrapper):
                     break
             elif self._clock() >= deadline:
                 break
-            elif len(tries) == 1 and ask_again_at < deadline:
-                ask_again_at = deadline
-                result = self._ask_again(race, operation, tries, answers, deadline)
+            elif len(tries) == 1 and ask_at < deadline:
+                urgent = self._clock() >= hung_at
+                result = self._ask_again(race, operation, tries, answers, deadline, urgent=urgent)
+                ask_at = hung_at if result == "budget" and not urgent else deadline
         if result is not None:
             self._count(operation, len(race.items), result)
         if not race.missing:
@@ -399,11 +407,13 @@ class HedgedBackend(Wrapper):
         tries: list[_Try],
         answers: SimpleQueue[_Try],
         deadline: float,
+        *,
+        urgent: bool,
     ) -> str | None:
         """The second request, if it can be paid for. Returns what to count if it does not win."""
         cost = len(race.items)
         with self._lock:
-            paid = self._budget.pay(cost)
+            paid = self._budget.pay(cost, urgent=urgent)
         if not paid:
             return "budget"
         second = self._start(self._alternate, race, operation, deadline, answers, None)

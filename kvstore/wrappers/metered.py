@@ -67,7 +67,7 @@ class MeteredBackend(Wrapper):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
-        self.metrics = metrics
+        self._metrics = metrics
         self._trace = trace
         self._clock = clock
         self._meters: dict[str, OperationMeter] = {}
@@ -75,7 +75,7 @@ class MeteredBackend(Wrapper):
     def _meter(self, operation: str) -> OperationMeter:
         meter = self._meters.get(operation)
         if meter is None:
-            meter = self._meters[operation] = self.metrics.operation(self.name, operation)
+            meter = self._meters[operation] = self._metrics.operation(self.name, operation)
         return meter
 
     def _tell(self, event: CallTrace) -> None:

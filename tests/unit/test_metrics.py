@@ -238,3 +238,21 @@ def test_a_forked_child_counts_even_if_the_lock_was_held(metrics: Metrics) -> No
             os._exit(0 if metrics.value(HITS.name, "host") == 1 else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert metrics.value(HITS.name, "host") == 0
+
+
+def test_what_a_backend_counts_for_itself_is_shown_too() -> None:
+    own = Metric("kvstore_own_total", "counter", "Of a backend.", ("backend",))
+    store, backend, other = Metrics(), Metrics((own,)), Metrics((own,))
+    for each in (backend, other):
+        store.include(each)
+    backend.add("kvstore_own_total", "b", amount=3)
+    other.add("kvstore_own_total", "c")
+    for each, name in ((store, "a"), (backend, "b")):
+        each.set("kvstore_limit_concurrency", name, value=1)
+    found = store.snapshot()
+    assert [series["labels"]["backend"] for series in found["kvstore_own_total"]["series"]] == ["b", "c"]
+    assert [series["labels"]["backend"] for series in found["kvstore_limit_concurrency"]["series"]] == ["a", "b"]
+    assert backend.snapshot()["kvstore_own_total"]["series"][0]["value"] == 3
+    assert len(store.snapshot()["kvstore_own_total"]["series"]) == 2  # shown once, however often it is asked for
+    with pytest.raises(ConfigError, match="defined differently"):
+        store.include(Metrics((Metric("kvstore_own_total", "gauge", "Another.", ("backend",)),)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Key
 from kvstore.placement import Placement
 from kvstore.registry import parse_url, split_options
-from kvstore_backends.node import NodeBackend
+from kvstore_backends.node import NodeBackend, dial
 from kvstore_backends.node.members import DnsSource, FileSource, Member, parse_authority, parse_file
 from kvstore_backends.node.options import Settings, settings_from_url
-from kvstore_transport import TransportUnavailable
+from kvstore_transport import ConnectionLost, TransportUnavailable
 
 
 def of_url(text: str, **overrides: Any) -> Settings:
@@ -50,10 +52,11 @@ def test_ucx_has_a_scheme() -> None:
     [
         ("node://", "names no node"),
         ("node://a", "host:port"),
-        ("node://a:0", "host:port"),
+        ("node://a:0", "port is 1 to 65535"),
         ("node://a:99999", "host:port"),
         ("node://a:1,a:1", "more than once"),
-        ("node://[zz]:1", "IPv6"),
+        ("node://[zz]:1", "no address of a node: .*zz"),
+        ("node://[1.2.3.4]:1", "no address of a node"),
         ("node://a:1/path", "takes no path"),
         ("node://a:1?replicas=2", "names 1 nodes"),
         ("node://a:1,b:2?write_quorum=2", "cannot be reached"),
@@ -105,6 +108,8 @@ def test_a_file_names_nodes() -> None:
         ("", "names no node"),
         ("# none\n", "names no node"),
         ("a:1\nb\n", "line 2: 'b' is no address"),
+        ("::1:7070", "line 1: .* put an IPv6 address in brackets"),
+        ("run/kv.sock", "line 1: .* begins with a '/'"),
         ("a:1 weight=x", "line 1: weight=x"),
         ("a:1 weight=-1", "weight=-1"),
         ("a:1 weight=nan", "weight=nan"),
@@ -222,26 +227,67 @@ def test_the_authority_may_hold_spaces() -> None:
 
 
 def test_without_rdma_what_requires_it_fails_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says what to install."""
-    from kvstore_backends.node.dial import dialler
-
+    """And says what to install. With RDMA, UCX alone is asked for, and started outside of any connection's time."""
     ucx = pytest.importorskip("kvstore_transport.ucx")
     found = of_url("node://a:1?require_rdma=true")
+    done: list[object] = []
 
     def unavailable() -> None:
         raise TransportUnavailable("no rc, dc or ud transport: install host UCX")
 
+    def connecting(address: str, *, transport: str, **options: object) -> None:
+        done.append((address, transport))
+        raise ConnectionLost("nobody there")
+
     monkeypatch.setattr(ucx, "require_rdma", unavailable)
     with pytest.raises(ConfigError, match="install host UCX"):
-        dialler(found)
-    monkeypatch.setattr(ucx, "require_rdma", lambda: ["rc_mlx5/mlx5_0:1"])
-    dialler(found)
+        NodeBackend(found)
+    monkeypatch.setattr(ucx, "require_rdma", lambda: done.append("rdma"))
+    monkeypatch.setattr(dial, "_start_ucx", lambda: done.append("started"))
+    monkeypatch.setattr(dial, "connect", connecting)
+    NodeBackend(found).close()
+    assert done == ["rdma", "started", ("a:1", "ucx")]
+
+
+_OPEN = """
+import sys
+from kvstore import open_store
+from kvstore.errors import ConfigError
+try:
+    open_store("node://127.0.0.1:1?require_rdma=true")
+except ConfigError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this machine has RDMA")
+def test_a_store_that_requires_rdma_does_not_open_here() -> None:
+    done = subprocess.run([sys.executable, "-c", _OPEN], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "option 'require_rdma'" in done.stdout
+    assert "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in done.stdout or "pip install" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "auto", "wanted"),
+    [
+        ("transport=ucx", (), True),
+        ("transport=auto", ("ucx", "tcp"), True),
+        ("transport=auto", ("shm", "tcp"), False),
+        ("transport=tcp", ("ucx", "tcp"), False),
+        ("transport=auto&tls=true", ("ucx", "tcp"), False),
+    ],
+)
+def test_ucx_is_started_where_it_is_wanted(
+    options: str, auto: tuple[str, ...], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dial, "auto", lambda: auto)
+    assert dial.uses_ucx(of_url(f"node://a:1?{options}")) is wanted
 
 
 def test_a_certificate_that_cannot_be_read_is_an_error_at_open(tmp_path: Path) -> None:
-    from kvstore_backends.node.dial import dialler
-
     (tmp_path / "bad.pem").write_text("no certificate")
     for name in ("missing.pem", "bad.pem"):
         with pytest.raises(ConfigError, match="tls_ca"):
-            dialler(of_url("node://a:1?tls=true", tls_ca=str(tmp_path / name)))
+            dial.dialler(of_url("node://a:1?tls=true", tls_ca=str(tmp_path / name)))

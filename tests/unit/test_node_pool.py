@@ -26,7 +26,6 @@ from kvstore_backends.node import NodeBackend
 from kvstore_backends.node.members import Member, parse_authority
 from kvstore_backends.node.node import Node
 from kvstore_backends.node.options import Settings
-from kvstore_backends.node.snapshot import Snapshot
 from kvstore_backends.node_server import NodeServer
 from tests.node_support import (
     MEMORY,
@@ -44,7 +43,6 @@ from tests.node_support import (
     statuses,
     wait_until,
 )
-from tests.servers.certificate import make_certificate
 
 
 def addresses_of(nodes: Sequence[NodeServer]) -> list[str]:
@@ -93,46 +91,6 @@ def test_replicas_are_on_as_many_nodes() -> None:
         for each, value in records.items():
             wanted = [value if at in placement.order(each) else None for at in range(4)]
             assert copies(addresses_of(nodes), each, 100) == wanted
-
-
-class Slow:
-    """A node as `Snapshot.choose` sees it."""
-
-    def __init__(self, name: str, pace: float, outstanding: int = 0, up: bool = True) -> None:
-        self.member = Member(name, name)
-        self.up = up
-        self._cost = (pace, outstanding + 65536)
-
-    def cost(self) -> tuple[float, float]:
-        return self._cost
-
-
-def chosen(nodes: list[Slow], sizes: Sequence[int], some: Sequence[Key] | None = None) -> dict[str, int]:
-    """How many items each node is asked for; all of them have all keys."""
-    snapshot = Snapshot.__new__(Snapshot)
-    snapshot.nodes = tuple(nodes)  # type: ignore[arg-type]
-    snapshot.replicas = len(nodes)
-    snapshot.placement = Placement([node.member.name for node in nodes], replicas=len(nodes))
-    groups = snapshot.choose(some or keys(len(sizes)), sizes)
-    return {nodes[index].member.name: len(items) for index, items in groups.items()}
-
-
-def test_reads_go_to_the_node_that_will_be_done_first() -> None:
-    far, near = Slow("far", 3e-9), Slow("near", 1e-9)
-    assert chosen([far, near], [1000]) == {"near": 1}
-    assert chosen([far, Slow("near", 1e-9, outstanding=64 << 20)], [1000]) == {"far": 1}
-    assert chosen([far, Slow("near", 1e-9, up=False)], [1000]) == {"far": 1}
-    assert chosen([Slow("far", 3e-9, up=False), Slow("near", 1e-9, up=False)], [1000]) == {"near": 1}
-
-
-def test_a_large_batch_is_shared_by_what_each_can_do() -> None:
-    found = chosen([Slow("far", 3e-9), Slow("near", 1e-9)], [1 << 20] * 40)
-    assert found["far"] == pytest.approx(10, abs=2)
-    assert found["near"] == pytest.approx(30, abs=2)
-
-
-def test_all_reads_of_one_key_go_to_one_node() -> None:
-    assert len(chosen([Slow("a", 1e-9), Slow("b", 1e-9)], [1 << 20] * 40, [key("one")] * 40)) == 1
 
 
 # Nodes that are down.
@@ -424,41 +382,7 @@ def test_a_name_may_come_to_be_known_later() -> None:
             assert get(backend, [key("k")], 1)[0][1] == b"x"
 
 
-# Opening and closing.
-
-
-def test_if_every_node_refuses_us_opening_fails() -> None:
-    with servers(2, token=b"right") as nodes, pytest.raises(ConfigError, match="token"):
-        pool(addresses_of(nodes), token="wrong-secret")
-    with (
-        servers(1, token=b"right") as nodes,
-        servers(1, token=b"wrong-secret") as more,  # one of them will have us
-        pool_of([*nodes, *more], token="wrong-secret") as backend,
-    ):
-        outcomes = backend.stat(keys(30), deadline=soon())
-        assert {outcome.status for outcome in outcomes} == {Status.MISS, Status.ERROR}
-        assert not any("wrong-secret" in str(outcome.error) for outcome in outcomes)
-
-
-def test_certificates_of_both_sides_are_checked(tmp_path: Path) -> None:
-    pem = str(make_certificate(tmp_path / "both.pem", ("kv.internal",)))
-    ours = {"tls": True, "tls_ca": pem, "tls_cert": pem, "tls_key": pem}
-    with servers(1, tls_cert=pem, tls_key=pem, tls_client_ca=pem) as nodes:
-        with pool_of(nodes, **ours, tls_server_name="kv.internal") as backend:
-            assert backend.stat([key("k")], deadline=soon())[0].status is Status.MISS
-        with pytest.raises(ConfigError, match="Hostname mismatch"):
-            pool(addresses_of(nodes), **ours, tls_server_name="other.internal")
-        with pytest.raises(ConfigError, match="switch tls on"):
-            pool(addresses_of(nodes))
-        with pool_of(nodes, tls=True, tls_ca=pem) as backend:  # without a certificate of our own
-            assert isinstance(backend.stat([key("k")], deadline=soon())[0].error, TransientError)
-
-
-def test_unreachable_nodes_do_not_keep_a_pool_from_opening() -> None:
-    with servers(1) as (node,):
-        gone = node.address
-    with servers(1) as (node,), contextlib.closing(pool([node.address, gone])) as backend:
-        assert Status.OK in statuses(put(backend, dict.fromkeys(keys(20), b"x")))
+# Closing, and the whole.
 
 
 def test_a_closed_pool_says_so() -> None:
@@ -482,10 +406,14 @@ def test_a_store_over_a_pool() -> None:
         records = {each: data(50_000, each) for each in keys(20)}
         assert all(outcome.ok for outcome in store.put_many(records))
         assert store.get_many([*records]) == [*records.values()]
+        (members,) = store.stats()["metrics"]["kvstore_node_members"]["series"]
+        assert members == {"labels": {"backend": f"node://{where}"}, "value": 3}
         lost.close()
         for _ in range(5):
             assert store.get_many([*records]) == [*records.values()]
         assert store.hit_prefix([*records]) == 20
+        breakers = store.stats()["metrics"]["kvstore_breaker_changes_total"]["series"]
+        assert f"node {lost.address}" in {series["labels"]["backend"] for series in breakers}
 
 
 def test_wrapped_by_the_standard_stack_a_lost_node_slows_nobody() -> None:

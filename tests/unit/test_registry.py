@@ -533,3 +533,14 @@ def test_the_manual_has_every_scheme_and_option() -> None:
             assert f"| `{option.name}` |" in text
     for option in (*registry.wrapper_options(), *PLACEMENT_OPTIONS):
         assert f"| `{option.name}` |" in text
+
+
+@pytest.mark.parametrize(
+    "url", ["node://::1:7070", "node://a:1,fe80::1:7070", "node://::1", "node://fe80::1%eth0:7070"]
+)
+def test_an_ipv6_address_without_brackets_is_told_so(url: str) -> None:
+    with pytest.raises(ConfigError, match="stands in brackets"):
+        parse_url(url)
+    assert parse_url("node://[::1]:7070,a:1").authority == "[::1]:7070,a:1"
+    with pytest.raises(ConfigError, match="credentials"):
+        parse_url("node://user:secret:7070")

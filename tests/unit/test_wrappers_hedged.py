@@ -297,6 +297,32 @@ def test_the_budget_bounds_second_requests(make_rig: Callable[..., Rig]) -> None
     assert rig.value("budget") > 0
 
 
+def test_a_replica_that_hangs_is_hedged_also_if_no_read_was_of_that_size_before(make_rig: Callable[..., Rig]) -> None:
+    """What a pool of nodes asks of one node has another size with every batch."""
+    rig = make_rig(min_samples=8)
+    for _ in range(4):
+        rig.get(rig.reads(0, 1))  # 200 bytes
+        rig.get(rig.reads(0, 1, 2, 3))  # 400
+    rig.primary.push(Fault.hang(), operation="get")
+    reads = rig.reads(3)
+    rig.check(reads, rig.get(reads, time.monotonic() + 20.0))
+    assert rig.value("won") == 1
+
+
+def test_what_was_spent_on_slow_reads_does_not_lack_when_the_primary_hangs(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_extra=0.25, min_samples=4, threads=64)
+    for _ in range(400):
+        rig.get(rig.reads(0))
+    while rig.backend._budget.pay(1, urgent=False):  # a bad day: all that it may is spent on what is a little slow
+        pass
+    for _ in range(4):
+        rig.primary.push(Fault.hang(), operation="get")
+        reads = rig.reads(0)
+        rig.check(reads, rig.get(reads, time.monotonic() + 20.0))
+    assert rig.value("won") == 4
+    assert rig.alternate.count("get") == 4
+
+
 def test_without_enough_latencies_the_read_goes_straight_to_dst(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(min_samples=1000)
     views: list[int] = []

@@ -23,6 +23,47 @@ def test_the_quantile_is_of_recent_latencies_of_that_size() -> None:
     assert [LatencyTable.size_class(size) for size in (0, 1, 3, 4, 15, 16, 1 << 20)] == [0, 1, 1, 2, 2, 3, 11]
 
 
+def test_a_size_of_which_little_is_known_is_judged_by_its_neighbours() -> None:
+    """The parts of batches that go to one node have many sizes: without that most of them would never be hedged."""
+    table = LatencyTable(0.95, 32)
+    assert [table.size_class(size) for size in (256 << 10, 1 << 20, 4 << 20, 64 << 20)] == [10, 11, 12, 14]
+    for _ in range(20):
+        table.note("get", 1 << 20, 0.002)
+    for _ in range(11):
+        table.note("get", 4 << 20, 0.005)
+    assert table.quantile("get", 1 << 20) is None  # 31 together
+    table.note("get", 4 << 20, 0.005)
+    assert table.quantile("get", 1 << 20) == 0.005  # a smaller one takes no longer
+    assert table.quantile("get", 4 << 20) == 0.005
+    assert table.quantile("get", 16 << 20) == 2 * 0.005  # a larger one takes longer
+    assert table.quantile("get", 256 << 10) == 0.005
+    assert table.quantile("get", 64 << 20) is None  # too far away
+    assert table.quantile("stat", 1 << 20) is None
+    for _ in range(32):
+        table.note("get", 1 << 20, 0.001)
+    assert table.quantile("get", 1 << 20) == 0.002  # its own, now that there are enough
+    assert table.quantile("get", 256 << 10) == 0.002  # and that of the neighbour is taken anew
+
+
+def test_half_of_the_savings_are_kept_for_what_is_urgent() -> None:
+    budget = Budget(0.05, burst=10)
+    for _ in range(10_000):
+        budget.earn(1)
+    paid = 0
+    while budget.pay(1, urgent=False):
+        paid += 1
+    assert paid == 5
+    assert budget.covers(5)
+    assert budget.pay(5)
+    assert not budget.pay(1)
+    budget.earn(1000)
+    assert not budget.pay(50, urgent=False)  # eight batches of this size can be saved for; half of that is kept
+    for _ in range(200):
+        budget.earn(1000)
+    assert sum(budget.pay(1000, urgent=False) for _ in range(8)) == 4
+    assert sum(budget.pay(1000) for _ in range(8)) == 4
+
+
 def test_the_budget_is_a_share_with_bounded_savings() -> None:
     budget = Budget(0.05, burst=10)
     assert not budget.pay(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,21 @@ def cpu_of(pid: int) -> float:
         return 0.0
 
 
+def _environment() -> dict[str, str]:
+    """Without what is meant for nodes of the user's own; with the token that clients here are configured to have."""
+    from kvstore.registry import Given, parse_url
+
+    from .targets import configured
+
+    found = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_SERVE_")}
+    token = configured(parse_url("node://local")).get("token")
+    value = token.value if isinstance(token, Given) else token
+    return found if value is None else {**found, "KVSTORE_SERVE_TOKEN": str(value)}
+
+
 class NodeProcess:
-    """`kvstore serve` in a process of its own, on loopback; a context manager.
+    """`kvstore serve` in a process of its own, on loopback; a context manager. It takes the token of `node://` that the
+    configuration file or the environment gives, so that both sides agree.
 
     Args:
         memory_bytes: for records.
@@ -54,7 +68,7 @@ class NodeProcess:
         # A session of its own: Ctrl-C is ours to handle.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            start_new_session=True,
+            start_new_session=True, env=_environment(),
         )  # fmt: skip
         pipe = self._process.stdout
         line = pipe.readline() if pipe is not None else ""

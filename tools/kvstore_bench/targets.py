@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.buffers import Slab
     from kvstore.registry import BackendURL
 
-__all__ = ["BackendTarget", "Call", "StoreTarget", "Target", "record_files"]
+__all__ = ["BackendTarget", "Call", "StoreTarget", "Target", "configured", "record_files"]
 
 Call = Callable[[float], Sequence[Outcome]]
 """A prepared request: given the deadline, does it and returns one outcome per record."""
@@ -74,14 +74,25 @@ def _lanes_option(url: BackendURL, lanes: int | None) -> dict[str, Any]:
     return {"lanes": lanes}
 
 
+def configured(url: BackendURL) -> dict[str, object]:
+    """The options that the configuration file and the environment hold for a backend, as a store takes them: a token,
+    for instance, which no URL may hold. Raises `ConfigError`."""
+    from kvstore.config import load_config
+
+    return load_config(url).backend_overrides(url)
+
+
 class BackendTarget(Target):
-    """The bare transfer: `get_into` and `put` of a backend, nothing verified, called from as many threads as lanes."""
+    """The bare transfer: `get_into` and `put` of a backend, nothing verified, called from as many threads as lanes.
+
+    Opened with the options that a store would open it with (`configured`).
+    """
 
     def __init__(self, url: BackendURL, backend: Backend | None = None, *, lanes: int | None = None) -> None:
         if backend is None:
             from kvstore.registry import open_backend
 
-            backend = open_backend(url, **_lanes_option(url, lanes))
+            backend = open_backend(url, **{**configured(url), **_lanes_option(url, lanes)})
         self.url, self.scheme = str(url), url.scheme
         self.lanes = max(1, backend.limits.lanes)
         self.max_bytes = backend.limits.max_value_bytes

@@ -45,7 +45,20 @@ class TlsControl(Control):
                 except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                     continue
                 except OSError as error:
-                    raise self._lost("sending", error) from error
+                    why = self._alert() or error
+                    raise self._lost("sending", why) from why
+
+    def _alert(self) -> ssl.SSLError | None:
+        """After a send failed: the alert that the peer sent before it hung up, which says why; None: it said nothing.
+        With TLS 1.3 that is how a client learns that a server wants a certificate, or does not trust the one it got."""
+        try:
+            self._sock.settimeout(0.0)
+            self._sock.recv(1)
+        except ssl.SSLError as error:
+            return error if "ALERT" in (error.reason or "") else None
+        except OSError:
+            pass
+        return None
 
     def _receive(self, view: memoryview, deadline: float, *, least: int = -1, stall: bool = True) -> int:
         total, missing = len(view), len(view) if least < 0 else least

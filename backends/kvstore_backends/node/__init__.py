@@ -20,6 +20,10 @@ it. What a node lacks and another has is given to it in the background, when a r
 answer, and puts of them fail; with replicas the others serve. If no node is up, calls fail. None of that lets a breaker
 around the pool open because of one node.
 
+**A node that hangs**, until it is found to be down, costs its share of a call and nothing more: nodes have a little
+less time than their caller (`margin`), so that what the others answered is back with him before his deadline. With
+replicas it gets no further reads while one of its calls does not end.
+
 **Nodes come and go** under load (`discover`): calls under way end where they began. For `rebalance_grace` a miss is
 looked for at the nodes that had the key before the last change, and what is found moves to where it belongs. What a
 node holds that it should not any more is neither found nor listed, and goes by eviction.

@@ -16,7 +16,8 @@ from kvstore.wrappers.base import LocalWait
 
 from .background import run_all
 from .dial import DialMember, dialler
-from .errors import NodeDown, error_of
+from .errors import NodeDown, NodeSilent, error_of
+from .margin import Margin
 from .members import DnsSource, FileSource, FixedSource, Resolve, Source
 from .node import Node
 from .options import OPTIONS, Settings, settings_from_url
@@ -28,8 +29,8 @@ __all__ = ["NodeBackend"]
 
 _CLOSE_S = 1.0
 
-Ask = Callable[[Backend, Sequence[int]], list[Outcome]]
-"""One call of a node (or of what reads through it) about the items of these indices."""
+Ask = Callable[[Backend, Sequence[int], float], list[Outcome]]
+"""One call of a node (or of what reads through it) about the items of these indices, which ends at that time."""
 
 
 class NodeBackend(Backend):
@@ -41,7 +42,7 @@ class NodeBackend(Backend):
         resolve: for `discover=dns`; None: the system's resolver.
 
     Raises:
-        ConfigError: the nodes cannot be told, or every one of them refused us (a wrong token, another version, …).
+        ConfigError: the nodes cannot be told, or all that answer refuse us (a wrong token, another version, …).
     """
 
     options = OPTIONS
@@ -59,6 +60,7 @@ class NodeBackend(Backend):
         self.identity = ("node", settings.path, settings.namespace, frozenset(m.address for m in settings.members))
         self.pool = Pool(settings, source, dial or dialler(settings))
         self.metrics = self.pool.metrics
+        self._margin = Margin()
         self.repairer = Repairer(
             self.name, rate=settings.repair_rate, memory=settings.repair_memory, metrics=self.metrics
         )
@@ -89,29 +91,33 @@ class NodeBackend(Backend):
         error = TransientError("no node is known", backend=self.name, operation=operation)
         return [Outcome.failed(error)] * count
 
-    def _fan(self, groups: Sequence[tuple[Backend, Sequence[int]]], ask: Ask) -> list[list[Outcome]]:
+    def _fan(self, groups: Sequence[tuple[Backend, Sequence[int]]], ask: Ask, until: float) -> list[list[Outcome]]:
         """Ask each about its items, all at once; the first in this thread."""
-        return run_all(self.pool.workers, [functools.partial(ask, backend, items) for backend, items in groups])
+        return run_all(self.pool.workers, [functools.partial(ask, backend, items, until) for backend, items in groups])
 
     def _ask_all(
-        self, owners: Mapping[int, Sequence[Node]], ask: Ask
+        self, owners: Mapping[int, Sequence[Node]], ask: Ask, until: float
     ) -> list[tuple[Node, Sequence[int], list[Outcome]]]:
         """Ask every owner of each item: (node, items, outcomes) of each call."""
         groups: dict[int, tuple[Node, list[int]]] = {}
         for item, nodes in owners.items():
             for node in nodes:
                 groups.setdefault(id(node), (node, []))[1].append(item)
-        asked = [*groups.values()]
-        answers = self._fan([(node, items) for node, items in asked], ask) if asked else []
+        asked = sorted(groups.values(), key=lambda group: group[0].stuck())  # see `Snapshot.choose`
+        answers = self._fan([(node, items) for node, items in asked], ask, until) if asked else []
         return [(node, items, outcomes) for (node, items), outcomes in zip(asked, answers, strict=True)]
 
-    def _excused(self, snapshot: Snapshot, operation: str, outcomes: list[Outcome], *, reads: bool) -> list[Outcome]:
+    def _excused(
+        self, snapshot: Snapshot, operation: str, outcomes: list[Outcome], until: float, *, reads: bool
+    ) -> list[Outcome]:
         """Make of the trouble of one node of several what it is for the pool: of a read whose nodes are all down a
         miss, of anything else an error that does not count against the pool. If no node is up, it is the pool's."""
+        self._margin.note(until)
         if not any(map(error_of, outcomes)):
             return outcomes
         outcomes = [*outcomes]
         some_up = len(snapshot.nodes) > 1 and any(node.up if reads else node.writable for node in snapshot.nodes)
+        late = time.monotonic() >= until
         unreachable = 0
         for at, outcome in enumerate(outcomes):
             error = outcome.error
@@ -123,8 +129,9 @@ class NodeBackend(Backend):
             elif isinstance(error, NodeDown) and reads:
                 outcomes[at] = MISS
                 unreachable += 1
-            elif some_up and not isinstance(error, LocalWait):
-                down = NodeDown(error.message, backend=error.backend, operation=operation, key=error.key, cause=error)
+            elif some_up and (late or not isinstance(error, LocalWait)):
+                kind = NodeSilent if late else NodeDown
+                down = kind(error.message, backend=error.backend, operation=operation, key=error.key, cause=error)
                 outcomes[at] = Outcome.failed(down)
         if unreachable:
             self.metrics.add("kvstore_node_unreachable_reads_total", self.name, amount=unreachable)
@@ -133,16 +140,16 @@ class NodeBackend(Backend):
     # Reading.
 
     def stat(self, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
-        def ask(backend: Backend, items: Sequence[int]) -> list[Outcome]:
+        def ask(backend: Backend, items: Sequence[int], until: float) -> list[Outcome]:
             some = keys if len(items) == len(keys) else [keys[at] for at in items]
-            return backend.stat(some, deadline=deadline)
+            return backend.stat(some, deadline=until)
 
         return self._read("stat", keys, [1] * len(keys), ask, deadline)
 
     def get_into(self, reads: Sequence[Read], *, deadline: float) -> list[Outcome]:
-        def ask(backend: Backend, items: Sequence[int]) -> list[Outcome]:
+        def ask(backend: Backend, items: Sequence[int], until: float) -> list[Outcome]:
             some = reads if len(items) == len(reads) else [reads[at] for at in items]
-            return backend.get_into(some, deadline=deadline)
+            return backend.get_into(some, deadline=until)
 
         return self._read("get", [read[0] for read in reads], [len(read[1]) for read in reads], ask, deadline)
 
@@ -155,12 +162,13 @@ class NodeBackend(Backend):
             if time.monotonic() >= deadline:
                 return self._late(operation, len(keys))
             if len(snapshot.nodes) == 1 and snapshot.former is None:
-                outcomes = ask(snapshot.readers[0], range(len(keys)))
-                return self._excused(snapshot, operation, outcomes, reads=True)
+                outcomes = ask(snapshot.readers[0], range(len(keys)), deadline)
+                return self._excused(snapshot, operation, outcomes, deadline, reads=True)
             groups = snapshot.choose(keys, sizes)
             if not groups:
                 return self._nobody(operation, len(keys))
-            answers = self._fan([(snapshot.readers[index], items) for index, items in groups.items()], ask)
+            until = self._margin.before(deadline)
+            answers = self._fan([(snapshot.readers[index], items) for index, items in groups.items()], ask, until)
             if len(groups) == 1:
                 outcomes = [*answers[0]]
             else:
@@ -169,16 +177,16 @@ class NodeBackend(Backend):
                     for at, outcome in zip(items, some, strict=True):
                         outcomes[at] = outcome
             if snapshot.replicas > 2:
-                self._ask_further(snapshot, groups, keys, outcomes, ask)
+                self._ask_further(snapshot, groups, keys, outcomes, ask, until)
             if snapshot.former is not None:
-                self._ask_former(snapshot, keys, outcomes, ask)
+                self._ask_former(snapshot, keys, outcomes, ask, until)
             if snapshot.replicas > 1 and self.settings.read_repair:
                 self._repair(snapshot, keys, outcomes)
-            return self._excused(snapshot, operation, outcomes, reads=True)
+            return self._excused(snapshot, operation, outcomes, until, reads=True)
 
     def _ask_further(
         self, snapshot: Snapshot, groups: Mapping[int, Sequence[int]], keys: Sequence[Key], outcomes: list[Outcome],
-        ask: Ask,
+        ask: Ask, until: float,
     ) -> None:  # fmt: skip
         """The third replica and those behind it: two were asked."""
         chosen = {at: index for index, items in groups.items() for at in items}
@@ -188,15 +196,19 @@ class NodeBackend(Backend):
                 owners = snapshot.owners(keys[at])
                 first = owners.index(snapshot.nodes[chosen[at]])
                 rings[at] = [owners[(first + step) % len(owners)] for step in range(2, len(owners))]
-        self._ask_in_turn(rings, outcomes, ask)
+        self._ask_in_turn(rings, outcomes, ask, until)
 
-    def _ask_in_turn(self, rings: Mapping[int, Sequence[Node]], outcomes: list[Outcome], ask: Ask) -> list[int]:
+    def _ask_in_turn(
+        self, rings: Mapping[int, Sequence[Node]], outcomes: list[Outcome], ask: Ask, until: float
+    ) -> list[int]:
         """Of each item its nodes, one after the other, until one has it. Returns the items that were found."""
         found: list[int] = []
         turn = 0
         while rings:
             rings = {at: nodes for at, nodes in rings.items() if len(nodes) > turn and not outcomes[at].ok}
-            for _, items, some in self._ask_all({at: nodes[turn : turn + 1] for at, nodes in rings.items()}, ask):
+            for _, items, some in self._ask_all(
+                {at: nodes[turn : turn + 1] for at, nodes in rings.items()}, ask, until
+            ):
                 for at, outcome in zip(items, some, strict=True):
                     if outcome.ok:
                         outcomes[at] = outcome
@@ -204,7 +216,9 @@ class NodeBackend(Backend):
             turn += 1
         return found
 
-    def _ask_former(self, snapshot: Snapshot, keys: Sequence[Key], outcomes: list[Outcome], ask: Ask) -> None:
+    def _ask_former(
+        self, snapshot: Snapshot, keys: Sequence[Key], outcomes: list[Outcome], ask: Ask, until: float
+    ) -> None:
         """The nodes that held the keys before nodes came or went, about what is not found; what they have is given to
         those that hold it now."""
         former = snapshot.former
@@ -215,7 +229,7 @@ class NodeBackend(Backend):
             if outcome.status is Status.MISS or isinstance(outcome.error, TransientError):
                 now = snapshot.owners(keys[at])
                 rings[at] = [node for node in former.owners(keys[at]) if node not in now and node.up]
-        found = self._ask_in_turn(rings, outcomes, ask)
+        found = self._ask_in_turn(rings, outcomes, ask, until)
         if not found:
             return
         self.metrics.add("kvstore_node_former_hits_total", self.name, amount=len(found))
@@ -241,8 +255,13 @@ class NodeBackend(Backend):
         """Of the nodes that have memory in common with us."""
         with self.pool.use("lease") as snapshot:
             leases: list[Buffer | None] = [None] * len(keys)
-            for index, items in snapshot.choose(keys, [1] * len(keys)).items():
-                some = snapshot.nodes[index].lease([keys[at] for at in items], deadline=deadline)
+            groups = snapshot.choose(keys, [1] * len(keys))
+            until = self._margin.before(deadline) if len(groups) > 1 else deadline
+            calls = [
+                functools.partial(snapshot.nodes[index].lease, [keys[at] for at in items], deadline=until)
+                for index, items in groups.items()
+            ]
+            for items, some in zip(groups.values(), run_all(self.pool.workers, calls), strict=True):
                 for at, lease in zip(items, some, strict=True):
                     leases[at] = lease
             return leases
@@ -253,9 +272,9 @@ class NodeBackend(Backend):
         """The first of a key's nodes that answers decides whether the record is new: only then do the others get it,
         all at once. So two writers with different bytes leave the same ones everywhere."""
 
-        def ask(backend: Backend, items: Sequence[int]) -> list[Outcome]:
+        def ask(backend: Backend, items: Sequence[int], until: float) -> list[Outcome]:
             some = writes if len(items) == len(writes) else [writes[at] for at in items]
-            return backend.put(some, deadline=deadline)
+            return backend.put(some, deadline=until)
 
         with self.pool.use("put") as snapshot:
             if not writes:
@@ -264,59 +283,79 @@ class NodeBackend(Backend):
                 return self._late("put", len(writes))
             if snapshot.placement is None:
                 return self._nobody("put", len(writes))
-            outcomes: list[Outcome] = [MISS] * len(writes)  # each is replaced
+            if len(snapshot.nodes) == 1 and snapshot.former is None:  # it knows what to do about equal keys
+                outcomes = ask(snapshot.nodes[0], range(len(writes)), deadline)
+                return self._excused(snapshot, "put", outcomes, deadline, reads=False)
+            outcomes = [MISS] * len(writes)  # each is replaced
             first: dict[Key, int] = {}
             for at, write in enumerate(writes):
                 first.setdefault(write[0], at)
             owners = {at: snapshot.owners(key) for key, at in first.items()}
-            stored = self._put_first(owners, outcomes, ask)
+            until = self._margin.before(deadline) if len(snapshot.nodes) > 1 else deadline
+            stored, failed = self._put_first(owners, outcomes, ask, until)
             if snapshot.replicas > 1:
-                self._put_others(snapshot, writes, owners, stored, outcomes, ask)
+                self._put_others(writes, owners, stored, failed, outcomes, ask, until)
             if len(first) != len(writes):
                 for at, write in enumerate(writes):
                     if (before := first[write[0]]) != at:  # the first of equal keys wins; if it failed, so does this
                         outcomes[at] = EXISTS if outcomes[before].stored else outcomes[before]
-            return self._excused(snapshot, "put", outcomes, reads=False)
+            return self._excused(snapshot, "put", outcomes, until, reads=False)
 
-    def _put_first(self, owners: Mapping[int, Sequence[Node]], outcomes: list[Outcome], ask: Ask) -> dict[int, Node]:
-        """Store each item at the first of its nodes that takes it. Returns where items were stored that were new."""
+    def _put_first(
+        self, owners: Mapping[int, Sequence[Node]], outcomes: list[Outcome], ask: Ask, until: float
+    ) -> tuple[dict[int, Node], dict[int, list[Node]]]:
+        """Store each item at the first of its nodes that takes it. While others could still be asked a node gets half
+        of the time that is left, so that one that hangs leaves the other half to the next.
+
+        Returns:
+            Where items were stored that were new; and for each item the nodes that failed.
+        """
         stored: dict[int, Node] = {}
+        failed: dict[int, list[Node]] = {}
         left: Mapping[int, Sequence[Node]] = owners
         while left:
             again: dict[int, Sequence[Node]] = {}
-            for node, items, some in self._ask_all({at: nodes[:1] for at, nodes in left.items()}, ask):
+            now = time.monotonic()
+            half = now + (until - now) / 2 if now < until and any(len(nodes) > 1 for nodes in left.values()) else until
+            for node, items, some in self._ask_all({at: nodes[:1] for at, nodes in left.items()}, ask, half):
                 for at, outcome in zip(items, some, strict=True):
                     error = outcome.error
                     if outcomes[at].error is None or error is None or not isinstance(error, NodeDown):
                         outcomes[at] = outcome  # of several errors the last that says more than "down"
                     if outcome.ok:
                         stored[at] = node
-                    elif error is not None and error.retryable and len(left[at]) > 1:
-                        again[at] = left[at][1:]
+                    elif error is not None and error.retryable:
+                        failed.setdefault(at, []).append(node)
+                        if len(left[at]) > 1:
+                            again[at] = left[at][1:]
             left = again
-        return stored
+        return stored, failed
 
     def _put_others(
-        self, snapshot: Snapshot, writes: Sequence[Write], owners: Mapping[int, Sequence[Node]],
-        stored: Mapping[int, Node], outcomes: list[Outcome], ask: Ask,
+        self, writes: Sequence[Write], owners: Mapping[int, Sequence[Node]], stored: Mapping[int, Node],
+        failed: Mapping[int, Sequence[Node]], outcomes: list[Outcome], ask: Ask, until: float,
     ) -> None:  # fmt: skip
-        """The other replicas of what is new."""
-        others = {at: [node for node in owners[at] if node is not where] for at, where in stored.items()}
+        """The other replicas of what is new. Those that failed already are not asked again: one that hangs would cost
+        the rest of the time."""
+        others = {
+            at: [node for node in owners[at] if node is not where and node not in failed.get(at, ())]
+            for at, where in stored.items()
+        }
         copies = dict.fromkeys(stored, 1)
-        short = 0
-        for node, items, some in self._ask_all(others, ask):
-            missing = [at for at, outcome in zip(items, some, strict=True) if not outcome.stored]
-            for at in items:
-                copies[at] += 1
-            for at in missing:
-                copies[at] -= 1
-            short += len(missing)
-            if self.settings.read_repair and node.writable:
-                for at in missing:
-                    self.repairer.offer([writes[at][0]], node, [stored[at]])
+        short: list[tuple[int, Node]] = [(at, node) for at in stored for node in failed.get(at, ())]
+        for node, items, some in self._ask_all(others, ask, until):
+            for at, outcome in zip(items, some, strict=True):
+                if outcome.stored:
+                    copies[at] += 1
+                else:
+                    short.append((at, node))
         if not short:
             return
-        self.metrics.add("kvstore_node_underreplicated_puts_total", self.name, amount=short)
+        self.metrics.add("kvstore_node_underreplicated_puts_total", self.name, amount=len(short))
+        if self.settings.read_repair:
+            for at, node in short:
+                if node.writable:
+                    self.repairer.offer([writes[at][0]], node, [stored[at]])
         for at, count in copies.items():
             if count < self.settings.write_quorum:
                 text = f"stored on {count} of {len(owners[at])} nodes, write_quorum is {self.settings.write_quorum}"
@@ -355,14 +394,18 @@ class NodeBackend(Backend):
             if snapshot.placement is None:
                 return self._nobody(operation, len(keys))
 
-            def ask(backend: Backend, items: Sequence[int]) -> list[Outcome]:
+            def ask(backend: Backend, items: Sequence[int], until: float) -> list[Outcome]:
                 call = backend.delete if operation == "delete" else backend.quarantine
-                return call([keys[at] for at in items], deadline=deadline)
+                return call([keys[at] for at in items], deadline=until)
+
+            def remove(backend: Backend, items: Sequence[int], until: float) -> list[Outcome]:
+                return backend.delete([keys[at] for at in items], deadline=until)
 
             owners = self._owners_ever(snapshot, keys)
+            until = self._margin.before(deadline) if len(snapshot.nodes) > 1 else deadline
             outcomes: list[Outcome] = [MISS] * len(keys)
             had: dict[int, list[Node]] = {}
-            for node, items, some in self._ask_all(owners, ask):
+            for node, items, some in self._ask_all(owners, ask, until):
                 for at, outcome in zip(items, some, strict=True):
                     if outcome.ok:
                         outcomes[at] = OK
@@ -371,10 +414,8 @@ class NodeBackend(Backend):
                         outcomes[at] = outcome
             if operation == "quarantine":
                 rest = {at: [node for node in owners[at] if node not in nodes] for at, nodes in had.items()}
-                self._ask_all(
-                    rest, lambda backend, items: backend.delete([keys[at] for at in items], deadline=deadline)
-                )
-            return self._excused(snapshot, operation, outcomes, reads=False)
+                self._ask_all(rest, remove, until)
+            return self._excused(snapshot, operation, outcomes, until, reads=False)
 
     # The rest.
 

@@ -6,7 +6,6 @@ operations bear that: a PUT whose first try landed says EXISTS, a DELETE says MI
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from kvstore.buffers import Slab
 from kvstore.errors import ClosedError, KVStoreError, TransientError
 from kvstore.keys import Key
 from kvstore_transport import Channel, ConnectionLost, Reply, TransportClosed, TransportError
+from kvstore_transport.process import process_id
 
 from .channels import Channels, Dial, Line
 from .errors import Trouble, item_outcome, map_trouble, refused_reply
@@ -53,7 +53,7 @@ class NodeCalls(Backend):
         self._dial = dial
         self._connect_timeout = connect_timeout
         self.channels = Channels(self._connect, lanes, name)
-        self.pid = os.getpid()
+        self.pid = process_id()
         self.closed = False
         self.max_body, self.max_meta = _MAX_BODY, _MAX_META
         self.shared_memory = False
@@ -99,7 +99,7 @@ class NodeCalls(Backend):
         return channel
 
     def check(self, operation: str) -> None:
-        if self.pid != os.getpid():
+        if self.pid != process_id():
             text = "this client was opened before fork(); open another one in the child"
             raise ClosedError(text, backend=self.name, operation=operation)
         if self.closed:
@@ -167,18 +167,18 @@ class NodeCalls(Backend):
     def outcomes(
         self, codes: Sequence[Code], sizes: Sequence[int], notes: dict[int, str], keys: Sequence[Key], operation: str
     ) -> list[Outcome]:
-        known: dict[tuple[Code, int], Outcome] = {}  # most records of a batch have one size
+        known: dict[int, Outcome] = {}  # by size; most records of a batch have one
         outcomes = []
-        for index, code in enumerate(codes):
-            size = sizes[index] if code == Code.OK else 0
-            outcome = known.get((code, size))
+        fine = Code.OK  # looked for by identity: a hash of a code is a call of Python
+        for index, (code, size) in enumerate(zip(codes, sizes, strict=True)):
+            outcome = known.get(size) if code is fine else None
             if outcome is None:
                 note = notes.get(index, "")
                 outcome = item_outcome(
                     code, size, note, backend=self.name, operation=operation, key=keys[index]
                 )  # fmt: skip
-                if outcome.error is None:
-                    known[code, size] = outcome
+                if code is fine:
+                    known[size] = outcome
             outcomes.append(outcome)
         return outcomes
 
@@ -217,5 +217,5 @@ class NodeCalls(Backend):
 
     def close(self) -> None:
         self.closed = True
-        if self.pid == os.getpid():
+        if self.pid == process_id():
             self.channels.close()

@@ -20,6 +20,7 @@ Dial = Callable[[float], Channel]
 """Opens a connection by the given deadline (absolute `time.monotonic()` seconds)."""
 
 _IDLE_S = 60.0  # a connection that nobody needed for so long is closed
+_WARM_S = 0.05  # one that was used so lately is not looked at: if it has died since, the call says so
 _REFUSED_S = 2.0  # a node that would not have us is not asked again for so long
 
 
@@ -54,7 +55,8 @@ class Channels:
         self._dial = dial
         self._most = most
         self._name = name
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._idle: list[Line] = []
         self._lines: set[Line] = set()  # open: idle or busy
         self._opening = 0
@@ -75,6 +77,10 @@ class Channels:
             ClosedError: closed.
             TransportError, OSError: none can be opened.
         """
+        warm = None if fresh else self._warm()
+        if warm is not None:
+            self._introduce(warm)
+            return warm
         dead: list[Line] = []
         try:
             line = self._turn(deadline, operation, fresh, dead)
@@ -84,6 +90,17 @@ class Channels:
         if line is None:
             line = self._open(deadline, operation)
         self._introduce(line)
+        return line
+
+    def _warm(self) -> Line | None:
+        """The connection that was used last, if nobody waits for one and it was just now; None: see `_turn`."""
+        now = time.monotonic()
+        with self._lock:
+            idle = self._idle
+            if not idle or self._waiting or now - idle[-1].idle_since > _WARM_S or not idle[-1].channel.usable:
+                return None
+            line = idle.pop()
+        line.fresh = False
         return line
 
     def _turn(self, deadline: float, operation: str, fresh: bool, dead: list[Line]) -> Line | None:
@@ -193,7 +210,7 @@ class Channels:
         """The call is over, and the connection fine."""
         dead: list[Line] = []
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             if line not in self._lines:  # closed meanwhile
                 dead.append(line)
             elif not line.channel.usable:
@@ -204,7 +221,8 @@ class Channels:
                 oldest = self._idle[0]
                 if now - oldest.idle_since > _IDLE_S and not oldest.leases:
                     self._forget([oldest], dead)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         for each in dead:
             each.channel.close()
 

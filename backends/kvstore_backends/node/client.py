@@ -227,32 +227,44 @@ class NodeClient(NodeCalls):
 
     def put(self, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
         self.check("put")
+        if not writes:
+            return []
+        whole = [len(src[0]) if len(src) == 1 else sum(map(len, src)) for src in [write[1] for write in writes]]
+        if max(whole) <= self.max_body and len({write[0] for write in writes}) == len(writes):
+            return self._put_all(writes, whole, deadline)
         outcomes: list[Outcome] = [MISS] * len(writes)  # each is replaced
         first: dict[Key, int] = {}
         again: list[int] = []
         todo: list[int] = []
         sizes: list[int] = []
         largest = self.max_body  # what the node takes is asked of the node: it may have been started again with more
-        for at, (key, src, _) in enumerate(writes):
-            size = len(src[0]) if len(src) == 1 else sum(map(len, src))
+        for at, (key, size) in enumerate(zip([write[0] for write in writes], whole, strict=True)):
             if key in first:
                 again.append(at)
                 continue
             if size > largest:
-                text = f"a record of {size} bytes; this node takes at most {largest}"
+                text = f"a record of {size} bytes; this node takes at most {largest} bytes"
                 outcomes[at] = Outcome.failed(PermanentError(text, backend=self.name, operation="put", key=key))
                 continue
             first[key] = at
             todo.append(at)
             sizes.append(size)
-        for part in split(sizes, most_bytes=self.most_bytes, most_items=self.most_items):
-            places = [todo[at] for at in part]
-            some = self._put([writes[at] for at in places], [sizes[at] for at in part], deadline)
-            for at, outcome in zip(places, some, strict=True):
-                outcomes[at] = outcome
+        for at, outcome in zip(todo, self._put_all([writes[at] for at in todo], sizes, deadline), strict=True):
+            outcomes[at] = outcome
         for at in again:  # the first of equal keys wins; if it failed, so does this
             outcome = outcomes[first[writes[at].key]]
             outcomes[at] = EXISTS if outcome.stored else outcome
+        return outcomes
+
+    def _put_all(self, writes: Sequence[Write], sizes: Sequence[int], deadline: float) -> list[Outcome]:
+        """Of different keys, and none too large: as many requests as it takes."""
+        parts = split(sizes, most_bytes=self.most_bytes, most_items=self.most_items)
+        if len(parts) == 1:
+            return self._put(writes, sizes, deadline)
+        outcomes: list[Outcome] = []
+        for part in parts:
+            some = slice(part.start, part.stop)
+            outcomes += self._put(writes[some], sizes[some], deadline)
         return outcomes
 
     def _put(self, writes: Sequence[Write], sizes: Sequence[int], deadline: float) -> list[Outcome]:
@@ -275,10 +287,14 @@ class NodeClient(NodeCalls):
             if reply.status != Status.OK:
                 return reply
             ticket, codes, notes = _answer(reply.meta, len(writes))
-            wanted.extend(at for at, code in enumerate(codes) if code == Code.WANTED)
-            # What is wanted is not decided yet; it stands for a failure until it is.
-            plain = [Code.FAILED if code == Code.WANTED else code for code in codes]
-            outcomes = self.outcomes(plain, [0] * len(plain), notes, keys, "put")
+            want = Code.WANTED
+            wanted.extend([at for at, code in enumerate(codes) if code is want])
+            outcomes = [MISS] * len(writes)  # of what is wanted it is not decided yet: each is replaced
+            rest = [at for at, code in enumerate(codes) if code is not want]
+            told = {place: notes[at] for place, at in enumerate(rest) if at in notes} if notes else {}
+            plain, theirs = [codes[at] for at in rest], [keys[at] for at in rest]
+            for at, outcome in zip(rest, self.outcomes(plain, [0] * len(rest), told, theirs, "put"), strict=True):
+                outcomes[at] = outcome
             if not wanted:
                 return reply
             body = [view for at in wanted for view in writes[at][1]]
@@ -296,6 +312,8 @@ class NodeClient(NodeCalls):
                     outcomes[at] = failed
                 return outcomes
             if at_once:
+                return self._stored(reply.meta, keys, sizes)
+            if len(wanted) == len(writes):
                 return self._stored(reply.meta, keys, sizes)
             if wanted:
                 stored = self._stored(reply.meta, [keys[at] for at in wanted], [sizes[at] for at in wanted])

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore_transport import Channel, ConnectionLost, Credentials, TransportUnavailable, connect
+from kvstore_transport import Channel, ConnectionLost, Credentials, PeerRefused, TransportUnavailable, connect
+from kvstore_transport.bodies import auto
+from kvstore_transport.errors import TransportError
 
 from .members import Member
 from .options import Settings
 
-__all__ = ["DialMember", "dialler"]
+__all__ = ["DialMember", "check_rdma", "dialler", "tls_context", "uses_ucx"]
 
 DialMember = Callable[[Member, float], Channel]
 """Opens a connection to a node by a deadline (absolute `time.monotonic()` seconds)."""
@@ -65,6 +67,42 @@ def check_rdma() -> None:
         raise ConfigError(f"option 'require_rdma': {error}", cause=error) from error
 
 
+def _explained(error: ConnectionLost, member: Member, settings: Settings) -> TransportError:
+    """What a connection that ended in its handshake says about our certificate. With TLS 1.3 a client has made its side
+    of the handshake before a server misses the certificate, or does not trust it; its alert says so (RFC 8446, 4.4.2.4
+    and 6.2), and another try is in vain."""
+    cause = error.__cause__
+    if not isinstance(cause, ssl.SSLError):
+        return error
+    alert = cause.reason if cause.reason and "ALERT" in cause.reason else ""
+    if alert and settings.tls_cert is not None:
+        return PeerRefused(f"{member.address} does not take the certificate {settings.tls_cert} ({alert})")
+    if alert:
+        return PeerRefused(f"{member.address} wants a certificate of its clients: give tls_cert and tls_key ({alert})")
+    if settings.tls_cert is None:
+        text = f"{error}; does the node want a certificate of its clients? Then give tls_cert and tls_key"
+        return ConnectionLost(text)
+    return error
+
+
+def uses_ucx(settings: Settings) -> bool:
+    """Whether connections are asked for that go over UCX."""
+    if settings.tls:
+        return False
+    return settings.require_rdma or settings.transport == "ucx" or (settings.transport == "auto" and "ucx" in auto())
+
+
+def _start_ucx() -> None:
+    """Outside of any connection's time: it takes half a second in each process, once. What is wrong with it, a
+    connection says."""
+    try:
+        from kvstore_transport.ucx import UcxEngine
+
+        UcxEngine.get().host()
+    except (ImportError, TransportUnavailable):
+        return
+
+
 def dialler(settings: Settings) -> DialMember:
     """Connections as the settings want them; all of them bear one client id.
 
@@ -73,6 +111,8 @@ def dialler(settings: Settings) -> DialMember:
     """
     if settings.require_rdma:
         check_rdma()
+    if uses_ucx(settings):
+        _start_ucx()
     transport = "ucx" if settings.require_rdma else settings.transport
     tls = tls_context(settings) if settings.tls else None
     credentials = Credentials(settings.namespace, (settings.token or "").encode())
@@ -91,10 +131,6 @@ def dialler(settings: Settings) -> DialMember:
                 body_sums=sums,
             )
         except ConnectionLost as error:
-            # With TLS 1.3 a server that misses a certificate of ours hangs up only after our side of the handshake.
-            if tls is not None and settings.tls_cert is None and isinstance(error.__cause__, ssl.SSLError):
-                text = f"{error}; does the node want a certificate of its clients? Then give tls_cert and tls_key"
-                raise ConnectionLost(text) from error
-            raise
+            raise _explained(error, member, settings) from error
 
     return dial

@@ -19,7 +19,7 @@ from kvstore_transport.errors import (
 
 from .protocol import Code, Malformed, Status
 
-__all__ = ["NodeDown", "Trouble", "error_of", "item_outcome", "map_trouble", "refused_reply"]
+__all__ = ["NodeDown", "NodeSilent", "Trouble", "error_of", "item_outcome", "map_trouble", "refused_reply"]
 
 Trouble = TransportError | OSError | Malformed | ValueError | TypeError | BufferError
 """What a call of a channel may raise, and what our own packing may."""
@@ -32,6 +32,13 @@ error_of = operator.itemgetter(2)
 class NodeDown(LocalWait):
     """One of several nodes does not answer, while others do. Says nothing about the pool as a whole, so that a breaker
     around it does not open for the share of one node."""
+
+
+class NodeSilent(NodeDown):
+    """One of several nodes did not answer within the time that a call had. It is not tried again within that call: what
+    the others answered must be back with the caller before his deadline."""
+
+    retryable = False
 
 
 def map_trouble(error: Trouble, *, backend: str, operation: str) -> KVStoreError:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import ConfigError
+from kvstore_transport.addresses import Address, parse_address
 
 __all__ = ["DnsSource", "FileSource", "FixedSource", "Member", "Resolve", "Source", "parse_authority", "parse_file"]
 
@@ -51,28 +52,27 @@ class Member(NamedTuple):
         return self.address.startswith("/")
 
 
-def parse_address(text: str) -> str:
-    """The address, checked. Raises `ConfigError`."""
-    if text.startswith("/"):
-        return text
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"{text!r} is no address of a node; write host:port, [v6]:port or /path/of/socket")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if ":" in bare or bare != host:
-        try:
-            ipaddress.IPv6Address(bare.partition("%")[0])
-        except ValueError:
-            raise ConfigError(f"{text!r} is no address of a node: {bare!r} is no IPv6 address") from None
-        if bare == host:
-            raise ConfigError(f"an IPv6 address stands in brackets: [{bare}]:{port}")
-    return text
+def _address(text: str) -> Address:
+    """The address of a node. Raises `ConfigError`."""
+    try:
+        found = parse_address(text)
+        if ":" in found.host or text.startswith("["):
+            ipaddress.IPv6Address(found.host.partition("%")[0])
+    except ValueError as error:  # of `ipaddress` too
+        raise ConfigError(f"{text!r} is no address of a node: {error}") from None
+    if found.path and not found.path.startswith("/"):
+        raise ConfigError(f"{text!r} is no address of a node: the path of its socket begins with a '/'")
+    if not found.path and not found.port:
+        raise ConfigError(f"{text!r} is no address of a node: its port is 1 to 65535")
+    return found
 
 
 def parse_authority(text: str) -> tuple[Member, ...]:
     """`host:port,host:port`, or paths separated by commas. Raises `ConfigError`."""
-    addresses = [parse_address(part.strip()) for part in text.split(",")] if text else []
-    return check_members([Member(address, address) for address in addresses], "the URL")
+    parts = [part.strip() for part in text.split(",")] if text else []
+    for part in parts:
+        _address(part)
+    return check_members([Member(part, part) for part in parts], "the URL")
 
 
 def parse_file(text: str, where: str) -> tuple[Member, ...]:
@@ -92,7 +92,8 @@ def parse_file(text: str, where: str) -> tuple[Member, ...]:
 
 
 def _member(words: Sequence[str]) -> Member:
-    address = parse_address(words[0])
+    address = words[0]
+    _address(address)
     given: dict[str, str] = {}
     for word in words[1:]:
         name, equals, value = word.partition("=")
@@ -160,8 +161,7 @@ class DnsSource(Source):
     """
 
     def __init__(self, address: str, resolve: Resolve | None = None) -> None:
-        host, _, port = parse_address(address).rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
+        self._host, self._port, _ = _address(address)
         self._resolve = resolve or _resolve
         self._last: tuple[Member, ...] = ()
 
@@ -169,7 +169,7 @@ class DnsSource(Source):
         found = sorted({str(ipaddress.ip_address(text)) for text in self._resolve(self._host, self._port)})
         if not found:
             raise OSError(f"{self._host} has no address")
-        addresses = [f"[{ip}]:{self._port}" if ":" in ip else f"{ip}:{self._port}" for ip in found]
+        addresses = [str(Address(ip, self._port)) for ip in found]
         members = check_members([Member(address, address) for address in addresses], self._host)
         changed, self._last = members != self._last, members
         return members if changed else None
@@ -198,7 +198,7 @@ class FileSource(Source):
             except UnicodeDecodeError:
                 raise ConfigError(f"{self._path} is not UTF-8") from None
         if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{self._path} is longer than {_MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"{self._path} is longer than {_MAX_FILE_BYTES >> 20} MiB")
         members = parse_file(text, self._path)
         self._stamp = stamp  # only of a good one: a broken file is complained about until it is mended
         changed, self._last = members != self._last, members

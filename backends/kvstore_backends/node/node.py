@@ -68,9 +68,11 @@ class Node(Wrapper):
         self._lock = threading.Lock()
         self._pace = 0.0  # seconds per byte, call overhead included
         self._paced = 0.0  # when it was measured last
+        self._under_way: dict[object, float] = {}  # when each call began, the oldest first
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
+        self._under_way = {}
 
     @property
     def up(self) -> bool:
@@ -101,6 +103,14 @@ class Node(Wrapper):
         age = self._clock() - self._paced
         return self._pace * 0.5 ** (age / _FORGET_S), self.outstanding + _BASE_BYTES
 
+    def stuck(self) -> float:
+        """Seconds since the oldest call under way began; 0.0 if there is none. Of a node that hangs it grows and
+        grows, long before a call has failed."""
+        with self._lock:
+            for began in self._under_way.values():
+                return self._clock() - began
+        return 0.0
+
     def _run(self, operation: Operation, items: Sequence[Any], deadline: float) -> list[Outcome]:
         self._check_open(operation)
         reads = operation in {"stat", "get"}
@@ -111,9 +121,11 @@ class Node(Wrapper):
             nbytes = sum([len(item[1]) for item in items])
         else:
             nbytes = sum([item.nbytes for item in items]) if operation == "put" else 0
+        call = object()
+        start = self._clock()
         with self._lock:
             self.outstanding += nbytes
-        start = self._clock()
+            self._under_way[call] = start
         clean = False
         try:
             outcomes = call_backend(self._inner, operation, items, deadline)
@@ -121,6 +133,7 @@ class Node(Wrapper):
         finally:
             with self._lock:
                 self.outstanding -= nbytes
+                self._under_way.pop(call, None)
                 if clean and operation == "get":
                     self._measured(self._clock() - start, nbytes)
             if not clean and not (self.up and self.writable):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,10 +13,12 @@ from kvstore.buffers import BufferPool, Slab
 from kvstore.errors import ClosedError, ConfigError, KVStoreError, PermanentError
 from kvstore.metrics import Metrics
 from kvstore.wrappers.hedging import Workers
+from kvstore_transport import DeadlinePassed
+from kvstore_transport.process import process_id
 
 from .background import Background, run_all
 from .client import NodeClient
-from .dial import DialMember
+from .dial import DialMember, uses_ucx
 from .members import Member, Source
 from .metrics import NODE_METRICS
 from .node import Node
@@ -58,7 +59,7 @@ class Pool:
         dial: how to connect to one.
 
     Raises:
-        ConfigError: the nodes cannot be told, or none of them will have us.
+        ConfigError: the nodes cannot be told, or none of those that answer will have us.
     """
 
     def __init__(self, settings: Settings, source: Source, dial: DialMember) -> None:
@@ -67,7 +68,7 @@ class Pool:
         self.metrics = Metrics(NODE_METRICS)
         self._source = source
         self._dial = dial
-        self._pid = os.getpid()
+        self._pid = process_id()
         self._lock = threading.Lock()
         self._updating = threading.Lock()
         self._closed = False
@@ -132,7 +133,7 @@ class Pool:
     @property
     def forked(self) -> bool:
         """True in a process that was forked off."""
-        return os.getpid() != self._pid
+        return process_id() != self._pid
 
     @property
     def now(self) -> Snapshot:
@@ -152,7 +153,7 @@ class Pool:
     def _node(self, member: Member) -> Node:
         client = NodeClient(
             functools.partial(self._dial, member),
-            name=f"node://{member.name}",
+            name=f"node {member.name}",  # the pool of one node alone is called node://…, and counts apart
             lanes=self.settings.lanes,
             connect_timeout=self.settings.connect_timeout,
         )
@@ -170,16 +171,18 @@ class Pool:
         )  # fmt: skip
 
     def _greet(self, nodes: Sequence[Node]) -> None:
-        """Ask each node about itself, all at once. A node that does not answer is no error here; if none will have us,
-        that is one.
+        """Ask each node about itself, all at once. A node that does not answer is no error here; if none of those that
+        answer will have us, that is one.
 
         Raises:
-            ConfigError: every node refused us.
+            ConfigError: every node that answered refused us.
         """
         if not nodes:
             return
         deadline = time.monotonic() + 2 * self.settings.connect_timeout
-        errors = run_all(self.workers, [functools.partial(_greeted, node, deadline) for node in nodes])
+        # A node starts UCX when it is first asked for it, which may take longer than a connection may; then it has it.
+        tries = 2 if uses_ucx(self.settings) else 1
+        errors = run_all(self.workers, [functools.partial(_greeted, node, deadline, tries) for node in nodes])
         for node, error in zip(nodes, errors, strict=True):
             if error is not None:
                 logger.warning("%s: node %s: %s", self.name, node.member.name, error.message)
@@ -187,7 +190,7 @@ class Pool:
                 transport, note = node.client.transport, node.client.note
                 logger.info("%s: node %s over %s: %s", self.name, node.member.name, transport, note)
         refusals = [error for error in errors if isinstance(error, PermanentError)]
-        if len(refusals) == len(nodes):
+        if refusals and all(errors):
             raise ConfigError(refusals[0].message, backend=self.name, operation="open", cause=refusals[0])
 
     def update(self, members: Sequence[Member]) -> None:
@@ -326,9 +329,15 @@ class Pool:
             self._scratch.close()
 
 
-def _greeted(node: Node, deadline: float) -> KVStoreError | None:
-    try:
-        node.client.info(deadline=deadline)
-    except KVStoreError as error:
-        return error
-    return None
+def _greeted(node: Node, deadline: float, tries: int) -> KVStoreError | None:
+    error: KVStoreError | None = None
+    for _ in range(tries):
+        try:
+            node.client.info(deadline=deadline)
+        except KVStoreError as raised:
+            error = raised
+            if not isinstance(raised.cause, DeadlinePassed):
+                break
+        else:
+            return None
+    return error

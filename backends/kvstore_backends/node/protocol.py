@@ -29,10 +29,10 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgpack
-import numpy as np
 
 from kvstore.keys import Key
 
@@ -125,9 +125,33 @@ class ListPage(NamedTuple):
     last_used: list[float]
 
 
+_CODES = tuple(Code)
+_key_of = partial(bytes.__new__, Key)  # of 32 bytes, which need no check any more: a quarter of the time of `Key`
+_BLOCK = 64  # keys that are cut off at a time; `struct` remembers formats, and those of many keys are large
+_KEYS = struct.Struct(f"{KEY_BYTES}s" * _BLOCK)
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _LIST = struct.Struct("<QI")
+
+
+def _count(meta: bytes) -> int:
+    """How many items a batch has."""
+    if len(meta) < 4:
+        raise Malformed(f"a batch of {len(meta)} bytes")
+    (n,) = _U32.unpack_from(meta)
+    if n > MAX_ITEMS:
+        raise Malformed(f"{n} items in one request; at most {MAX_ITEMS}")
+    return int(n)
+
+
+def _keys(meta: bytes, begin: int, n: int) -> list[Key]:
+    """`n` keys from byte `begin` on, which are there."""
+    keys: list[Key] = []
+    whole = n - n % _BLOCK
+    for at in range(0, whole, _BLOCK):
+        keys += map(_key_of, _KEYS.unpack_from(meta, begin + at * KEY_BYTES))
+    keys += map(_key_of, struct.unpack_from(f"{KEY_BYTES}s" * (n - whole), meta, begin + whole * KEY_BYTES))
+    return keys
 
 
 class _Reader:
@@ -145,30 +169,32 @@ class _Reader:
         return part
 
     def count(self) -> int:
-        (n,) = _U32.unpack(self.take(4))
-        if n > MAX_ITEMS:
-            raise Malformed(f"{n} items in one request; at most {MAX_ITEMS}")
-        return int(n)
+        return _count(self.take(4))
 
     def keys(self, n: int) -> list[Key]:
-        block = self.take(n * KEY_BYTES)
-        return [Key(block[at : at + KEY_BYTES]) for at in range(0, n * KEY_BYTES, KEY_BYTES)]
+        return _keys(self.take(n * KEY_BYTES), 0, n)
 
     def u64s(self, n: int) -> list[int]:
-        values: list[int] = np.frombuffer(self.take(8 * n), dtype="<u8").tolist()
-        return values
+        return [*struct.unpack(f"<{n}Q", self.take(8 * n))]
 
     def f64s(self, n: int) -> list[float]:
-        values: list[float] = np.frombuffer(self.take(8 * n), dtype="<f8").tolist()
-        return values
+        return [*struct.unpack(f"<{n}d", self.take(8 * n))]
 
     def end(self) -> None:
         if self.at != len(self.meta):
             raise Malformed(f"{len(self.meta) - self.at} bytes too many")
 
 
+def _packed(form: str, *values: Any) -> bytes:
+    """Raises `ValueError` for a number that does not fit."""
+    try:
+        return struct.pack(form, *values)
+    except struct.error as error:
+        raise ValueError(f"a number that cannot be sent: {error}") from None
+
+
 def _u64s(values: Sequence[int]) -> bytes:
-    return np.array(values, dtype="<u8").tobytes()
+    return _packed(f"<{len(values)}Q", *values)
 
 
 def pack_keys(keys: Sequence[Key]) -> bytes:
@@ -184,15 +210,16 @@ def unpack_keys(meta: bytes) -> list[Key]:
 
 
 def pack_get(keys: Sequence[Key], offsets: Sequence[int], lengths: Sequence[int]) -> bytes:
-    return b"".join((_U32.pack(len(keys)), *keys, _u64s(offsets), _u64s(lengths)))
+    return b"".join((_U32.pack(len(keys)), *keys, _u64s([*offsets, *lengths])))
 
 
 def unpack_get(meta: bytes) -> GetRequest:
-    reader = _Reader(meta)
-    n = reader.count()
-    request = GetRequest(reader.keys(n), reader.u64s(n), reader.u64s(n))
-    reader.end()
-    return request
+    n = _count(meta)
+    at = 4 + n * KEY_BYTES
+    if len(meta) != at + 16 * n:
+        raise Malformed(f"{len(meta)} bytes for {n} reads")
+    numbers = [*struct.unpack_from(f"<{2 * n}Q", meta, at)]
+    return GetRequest(_keys(meta, 4, n), numbers[:n], numbers[n:])
 
 
 def pack_put(keys: Sequence[Key], sizes: Sequence[int], parents: Sequence[Key | None]) -> bytes:
@@ -231,16 +258,20 @@ def pack_outcomes(codes: Sequence[int], sizes: Sequence[int], notes: Sequence[tu
 
 def unpack_outcomes(meta: bytes) -> tuple[list[Code], list[int], dict[int, str]]:
     """(codes, sizes, messages by index)."""
-    reader = _Reader(meta)
-    n = reader.count()
-    raw, sizes = reader.take(n), reader.u64s(n)
-    (tail_nbytes,) = _U32.unpack(reader.take(4))
-    tail = reader.take(tail_nbytes)
-    reader.end()
+    n = _count(meta)
+    end = 4 + 9 * n
+    if len(meta) < end + 4:
+        raise Malformed(f"{len(meta)} bytes for {n} outcomes")
+    raw = meta[4 : 4 + n]
+    sizes = [*struct.unpack_from(f"<{n}Q", meta, 4 + n)]
+    (tail_nbytes,) = _U32.unpack_from(meta, end)
+    tail = meta[end + 4 :]
+    if len(tail) != tail_nbytes:
+        raise Malformed(f"{tail_nbytes} bytes of messages announced, {len(tail)} there")
     try:
-        codes = [*map(Code, raw)]
-    except ValueError as error:
-        raise Malformed(str(error)) from error
+        codes = [*map(_CODES.__getitem__, raw)]
+    except IndexError:
+        raise Malformed(f"an unknown code: {max(raw)}") from None
     notes: dict[int, str] = {}
     if tail:
         try:
@@ -275,7 +306,7 @@ def unpack_list(meta: bytes) -> tuple[int, int]:
 
 
 def pack_page(page: ListPage) -> bytes:
-    stamps = np.array(page.last_used, dtype="<f8").tobytes()
+    stamps = _packed(f"<{len(page.last_used)}d", *page.last_used)
     return b"".join((_U64.pack(page.cursor), _U32.pack(len(page.keys)), *page.keys, _u64s(page.sizes), stamps))
 
 

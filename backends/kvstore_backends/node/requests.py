@@ -90,13 +90,14 @@ class Landing:
             return ()
         self.codes, self.sizes, self.notes = outcomes_of(meta, len(self._reads))
         views = []
-        total = 0
+        total, fine = 0, Code.OK
         for code, size, length, read in zip(self.codes, self.sizes, self._lengths, self._reads, strict=True):
-            if code == Code.OK and size:
+            if code is fine and size:
                 if size > length:
                     raise ProtocolError(f"{size} bytes where {length} were asked for")
                 total += size
-                views.append(read.dst if size == len(read.dst) else read.dst[:size])
+                dst = read[1]
+                views.append(dst if size == length else dst[:size])
         if total != body_nbytes:
             raise ProtocolError(f"a body of {body_nbytes} bytes whose items have {total}")
         return views

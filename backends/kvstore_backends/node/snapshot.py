@@ -122,7 +122,9 @@ class Snapshot:
 
     def choose(self, keys: Sequence[Key], sizes: Sequence[int]) -> dict[int, list[int]]:
         """Whom to read from: node index → indices of items. Of the replicas that are up, the one that will be done
-        first by what is measured and what waits there already; all items of one key from one node."""
+        first by what is measured, by what waits there already, and by how long that has been waiting, which tells of a
+        node that hangs; all items of one key from one node. Whose calls wait longest comes last: if no thread is free,
+        nobody else waits for it."""
         placement = self.placement
         if placement is None:
             return {}
@@ -133,7 +135,8 @@ class Snapshot:
         if self.replicas == 1:
             for at, key in enumerate(keys):
                 groups.setdefault(order(key)[0], []).append(at)
-            return groups
+            return {index: groups[index] for index in sorted(groups, key=lambda index: self.nodes[index].stuck())}
+        stuck = [node.stuck() for node in self.nodes]
         costs = [node.cost() for node in self.nodes]
         paces, waiting = [pace for pace, _ in costs], [nbytes for _, nbytes in costs]
         down = [not node.up for node in self.nodes]
@@ -141,11 +144,13 @@ class Snapshot:
         for at, (key, size) in enumerate(zip(keys, sizes, strict=True)):
             best = chosen.get(key)
             if best is None:
-                best = min(order(key), key=lambda index: (down[index], waiting[index] * paces[index]))
+                best = min(
+                    order(key), key=lambda index: (down[index], max(waiting[index] * paces[index], stuck[index]))
+                )
                 chosen[key] = best
             waiting[best] += size
             groups.setdefault(best, []).append(at)
-        return groups
+        return {index: groups[index] for index in sorted(groups, key=stuck.__getitem__)}
 
     def close(self) -> None:
         """Let go of what belongs to this snapshot alone; the nodes stay open."""
