@@ -6,6 +6,11 @@ STAMP := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Where it is set, every process that a test starts compiles anew what it imports.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Processes that run tests. One for each core, up to four: more wait for each other's servers.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 .PHONY: demo test test-slow test-transformers lint format types model bench docs clean help
 
@@ -25,7 +30,7 @@ model: $(STAMP) ## download and convert SmolLM2-135M-Instruct into .cache/models
 	@$(BIN)/python -c "from kvstore.testing.models import smollm2_folder; print(smollm2_folder())"
 
 test: model ## the whole suite, without what is marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 test-slow: model ## what takes longer
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,demo,slow]'

@@ -116,18 +116,24 @@ node.close()
 
 
 class NodeProcess:
-    """A node in a process of its own, which can be killed, stopped and started again on the same port."""
+    """A node in a process of its own, which can be killed, stopped and started again on the same port.
 
-    def __init__(self, *, memory: int = MEMORY, token: str = "") -> None:
-        self._memory, self._token = memory, token
-        self.address = "127.0.0.1:0"
+    Args:
+        command: what the process is started by ("ip netns exec …").
+    """
+
+    def __init__(
+        self, *, memory: int = MEMORY, token: str = "", host: str = "127.0.0.1", command: Sequence[str] = ()
+    ) -> None:
+        self._memory, self._token, self._command = memory, token, command
+        self.address = f"{host}:0"
         self._process: subprocess.Popen[str] | None = None
         self.start()
 
     def start(self) -> None:
         """Raises if it cannot listen on the port it had."""
         process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, self.address, str(self._memory), self._token],
+            [*self._command, sys.executable, "-c", _SERVE, self.address, str(self._memory), self._token],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

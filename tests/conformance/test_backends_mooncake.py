@@ -34,10 +34,7 @@ _NEEDED = (
 )
 _serial = itertools.count()
 
-pytestmark = [
-    pytest.mark.leaves("Mooncake's library keeps sockets and event loops for the life of the process"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.leaves("Mooncake's library keeps sockets and event loops for the life of the process")
 
 
 @pytest.fixture(scope="module")

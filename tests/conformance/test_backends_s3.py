@@ -88,7 +88,15 @@ class ShortSuite(OnMoto):
 
 
 class TestNative(OnMoto, BackendSuite):
-    pass
+    """Batches of 300 are left to SeaweedFS (test_backends_s3_seaweedfs.py): here they take four seconds each."""
+
+    @pytest.mark.parametrize("count", [0, 1, 64])
+    def test_outcomes_align_in_mixed_batches(self, backend: Backend, count: int) -> None:
+        super().test_outcomes_align_in_mixed_batches(backend, count)
+
+    @pytest.mark.parametrize("count", [0, 1, 64])
+    def test_a_batch_is_stored(self, backend: Backend, count: int) -> None:
+        super().test_a_batch_is_stored(backend, count)
 
 
 class TestBoto3Short(ShortSuite):

@@ -13,6 +13,7 @@ from kvstore.keys import Key, KeyContext, chunk_keys
 from kvstore.layout import KVLayout
 from kvstore.record import RecordSpec, kv_spec
 from kvstore.store import Item, Store, Want
+from kvstore.testing import DictBackend, FaultyBackend
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8)
 DTYPE = "bfloat16"
@@ -66,3 +67,13 @@ def wants(keys: Sequence[Key], destinations: Sequence[bytearray], spec: RecordSp
 def soon(seconds: float = 20.0) -> float:
     """A deadline that a test which works never reaches."""
     return time.monotonic() + seconds
+
+
+class Unclosed(FaultyBackend):
+    """Stays open when a store closes it, so that another store can go on with it."""
+
+    def __init__(self, inner: DictBackend) -> None:
+        super().__init__(inner)
+
+    def close(self) -> None:
+        return None

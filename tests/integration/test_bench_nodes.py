@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from kvstore_backends.node_server import NodeServer
 from kvstore_bench.ceilings_socket import RawClient, RawServer, runs
 from kvstore_bench.nodes import Perftest, open_place
 
 SMALL = ["--sizes", "64KiB,1MiB", "--batch", "4", "--repeats", "2", "--quick"]
+ONE = ["--sizes", "1MiB", "--batch", "4", "--repeats", "1", "--quick"]
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
@@ -45,15 +48,13 @@ def test_tcp_stands_next_to_plain_sockets(tmp_path: Path) -> None:
 
 
 def test_shared_memory_stands_next_to_memcpy(tmp_path: Path) -> None:
-    data = measured(tmp_path / "io.json", "--transport", "shm", *SMALL)
+    data = measured(tmp_path / "io.json", "--transport", "shm", *ONE)
     assert {(row["scheme"], row["ceiling"]["name"]) for row in data["rows"]} == {("node_shm", "memcpy")}
 
 
 @pytest.mark.skipif(find_spec("ucxx") is None, reason="ucxx is not installed")
 def test_ucx_stands_next_to_its_own_benchmark(tmp_path: Path) -> None:
-    data = measured(
-        tmp_path / "io.json", "--transport", "ucx", "--sizes", "1MiB", "--batch", "4", "--repeats", "1", "--quick"
-    )
+    data = measured(tmp_path / "io.json", "--transport", "ucx", *ONE)
     ceiling = "ucx_perftest" if Perftest(1 << 20, 4).there else "memcpy"
     assert {(row["scheme"], row["ceiling"]["name"]) for row in data["rows"]} == {("node_ucx", ceiling)}
 
@@ -68,6 +69,22 @@ def test_a_node_that_is_not_there_is_one_sentence() -> None:
     done = bench("io", "node://127.0.0.1:9", *SMALL)
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_node_with_a_token_is_measured(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the token in the environment, as a store takes it; a node of its own has the same one."""
+    monkeypatch.setenv("KVSTORE_NODE_TOKEN", "hunter2-of-the-nodes")
+    monkeypatch.setenv("KVSTORE_SERVE_TOKEN", "another one")
+    with contextlib.ExitStack() as stack:
+        address = "local"
+        if not own:
+            address = stack.enter_context(NodeServer(memory_bytes=64 << 20, token=b"hunter2-of-the-nodes")).address
+        words = ("--sizes", "64KiB", "--batch", "2", "--repeats", "1", "--quick", "--store", "--transport", "tcp")
+        done = bench("io", f"node://{address}", *words, "--json", str(tmp_path / "io.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hunter2" not in done.stdout + done.stderr + (tmp_path / "io.json").read_text()
+    assert all(row["verified"] for row in json.loads((tmp_path / "io.json").read_text())["rows"])
 
 
 def test_a_node_of_its_own_ends_with_the_run() -> None:

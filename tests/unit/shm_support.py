@@ -98,8 +98,15 @@ def slab(nbytes: int, fill: bytes = b"") -> Iterator[Slab]:
 
 
 def mapped() -> int:
-    """Mappings of shared slabs in this process."""
-    gc.collect()
+    """Mappings of shared slabs in this process, without those of garbage."""
+    count = _mappings()
+    if count:
+        gc.collect()
+        count = _mappings()
+    return count
+
+
+def _mappings() -> int:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return sum("/memfd:kvstore-slab" in line for line in maps)
 

@@ -433,7 +433,7 @@ def _shown(error: BaseException) -> str:
 
 
 def test_describe(write: Callable[[str], Path]) -> None:
-    path = write("chunk_size: 512\nbuffer_pool_bytes: 2GiB\nbackend_options: {memory: {weight: 2}}\nlocal_cpu: false\n")
+    path = write("chunk_size: 512\nbuffer_pool_bytes: 2GiB\nbackend_options: {memory: {weight: 2}}\nenable_p2p: true\n")
     config = load("memory://?name=a", config_file=path, env={"KVSTORE_LOOKUP_TIMEOUT": "20ms"}, on_error="raise")
     lines = [line.split() for line in config.describe().splitlines()]
     assert lines[0] == ["option", "value", "from"]

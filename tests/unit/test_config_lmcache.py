@@ -101,9 +101,11 @@ def test_an_existing_lmcache_file(write: Callable[[str], Path], caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="kvstore"):
         config = load(None, env={"LMCACHE_CONFIG_FILE": str(path)})
     assert [str(url) for url in config.remote_url] == ["file:///mnt/kv"]
+    assert [(str(tier.url), tier.values) for tier in config.tiers] == [
+        ("memory://", {"bytes": 20 * 10**9, "policy": "lru"})
+    ]
     noted = [re.findall(r"option '(\w+)'", note)[0] for note in config.notes]
     assert noted == [
-        "max_local_cpu_size",
         "enable_controller",
         "lmcache_instance_id",
         "controller_pull_url",
@@ -170,11 +172,11 @@ storage_plugins
 
 @pytest.mark.parametrize("name", LMCACHE_NAMES.split())
 def test_every_lmcache_option_is_known(name: str) -> None:
-    assert (name in lmcache.ALIASES) != (name in lmcache.UNUSED)
+    assert sum(name in names for names in (lmcache.ALIASES, lmcache.LOCAL, lmcache.UNUSED)) == 1
 
 
 def test_no_name_has_two_meanings() -> None:
     ours = {option.name for option in OPTIONS}
-    assert not ours & set(lmcache.UNUSED)
+    assert not ours & {*lmcache.UNUSED, *lmcache.LOCAL}
     assert all(alias.name in ours for alias in lmcache.ALIASES.values())
     assert all(alias.name == name for name, alias in lmcache.ALIASES.items() if name in ours)

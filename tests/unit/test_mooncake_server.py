@@ -21,10 +21,7 @@ from kvstore_backends._mooncake_reads import HEADER_BYTES
 from kvstore_backends.mooncake import MooncakeBackend, Settings
 from tests.servers.mooncake import MISSING, Mooncake, mooncake_folder
 
-pytestmark = [
-    pytest.mark.leaves("Mooncake's library keeps sockets and event loops for the life of the process"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.leaves("Mooncake's library keeps sockets and event loops for the life of the process")
 
 KEY = opaque_key("record")
 LIMIT_S = 60.0

@@ -330,7 +330,7 @@ class SocketChannel(Channel):
                 return header, meta
             if header.kind not in (Kind.GRANT, Kind.RELEASE):
                 raise self._wrong(f"{header.kind.name} {header.number} instead of REPLY {number}")
-            self._bodies.heard(header, meta)
+            self._bodies.heard(header, meta, deadline=deadline)
 
     def _receive(self, header: Header, views: Sequence[memoryview], deadline: float) -> None:
         views, nbytes = flat(views)

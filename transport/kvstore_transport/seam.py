@@ -18,6 +18,7 @@ Rules, each of which is a test of the conformance suite over all transports (tes
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -284,11 +285,15 @@ class Bodies(ABC):
     def skip(self, nbytes: int, *, number: int, deadline: float) -> None:
         """Have the body of frame `number` thrown away."""
 
-    def heard(self, header: Header, meta: bytes) -> None:
-        """Take a GRANT or RELEASE that came while this side waited for a REQUEST or a REPLY. Does not block.
+    def heard(self, header: Header, meta: bytes, *, deadline: float = math.inf) -> None:
+        """Take a GRANT or RELEASE that came while this side waited for a REQUEST or a REPLY.
+
+        Args:
+            deadline: for what was sent right behind it, in `time.monotonic()` seconds.
 
         Raises:
             ProtocolError: it makes no sense.
+            DeadlinePassed, ConnectionLost: what belongs to it did not come.
         """
         raise ProtocolError(f"{header.kind.name} {header.number} out of turn")
 

@@ -25,6 +25,7 @@ Neither side can harm the other's process by its memory: see `_shm_memory`.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -164,7 +165,7 @@ class SharedBodies(LeasingBodies):
                 return
             if header.kind == Kind.REPLY and header.number == number:
                 raise EarlyReply(header, meta)
-            self.heard(header, meta)
+            self.heard(header, meta, deadline=deadline)
 
     def _next_frame(self, deadline: float) -> tuple[Header, bytes]:
         """The next frame, within `deadline` and the longest time without progress."""
@@ -216,7 +217,7 @@ class SharedBodies(LeasingBodies):
             header, meta = self._next_frame(deadline)
             if header.kind == Kind.GRANT and header.number == number and meta[:1] == b"B":
                 return self._places(meta, nbytes)
-            self.heard(header, meta)
+            self.heard(header, meta, deadline=deadline)
 
     def _places(self, meta: bytes, nbytes: int) -> list[Place]:
         try:
@@ -237,7 +238,7 @@ class SharedBodies(LeasingBodies):
         if any(place.slab != INLINE for place in places):
             self._control.send_frame(Header(Kind.RELEASE, number=number), deadline=deadline)
 
-    def heard(self, header: Header, meta: bytes) -> None:
+    def heard(self, header: Header, meta: bytes, *, deadline: float = math.inf) -> None:
         """New slabs of the peer, or the RELEASE of a lease.
 
         Raises:
@@ -253,11 +254,16 @@ class SharedBodies(LeasingBodies):
                 raise self._lie(error) from None
         if sizes is None:
             raise self._lie(f"{header.kind.name} {header.number} out of turn")
-        self._attach(sizes)
+        self._attach(sizes, deadline)
 
-    def _attach(self, sizes: Sequence[int]) -> None:
-        soon = time.monotonic() + self._limits.stall_s  # they were sent right behind the frame
-        fds = deque(self._control.receive_fds(len(sizes), deadline=soon))
+    def _attach(self, sizes: Sequence[int], deadline: float) -> None:
+        patience = min(deadline, time.monotonic() + self._limits.stall_s)  # they were sent right behind the frame
+        try:
+            fds = deque(self._control.receive_fds(len(sizes), deadline=patience))
+        except DeadlinePassed:
+            if patience < deadline:
+                raise ConnectionLost(f"{self._control.peer}: nothing heard for {self._limits.stall_s:g} s") from None
+            raise
         try:
             for nbytes in sizes:
                 self._slabs.append(_ATTACHMENTS.attach(fds.popleft(), nbytes, pid=self._peer_pid))

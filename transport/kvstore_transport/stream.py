@@ -6,6 +6,7 @@ Gathered by sendmsg(2) together with the frame, scattered by recvmsg(2) into its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .bodies import Facts, Way
@@ -36,7 +37,7 @@ class StreamBodies(Bodies):
     def skip(self, nbytes: int, *, number: int, deadline: float) -> None:
         self._control.skip(nbytes, deadline=deadline)
 
-    def heard(self, header: Header, meta: bytes) -> None:
+    def heard(self, header: Header, meta: bytes, *, deadline: float = math.inf) -> None:
         peer = self._control.peer
         raise self._control.fail(ProtocolError(f"{peer}: {header.kind.name} {header.number} out of turn"))
 
