@@ -389,3 +389,29 @@ def test_engines_are_made_once_by_many_threads(fake_ucp: None, monkeypatch: pyte
     with ThreadPoolExecutor(4) as threads:
         found = [future.result(30) for future in [threads.submit(get) for _ in range(4)]]
     assert len(set(map(id, found))) == 1
+
+
+def test_a_context_whose_interfaces_are_gone_is_made_anew(fake_ucp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that ended took its veth with it: UCX then refuses every new worker of a context that knew it."""
+    engine = UcxEngine()
+    made = engine.library.lane
+    gone: list[Any] = []
+
+    def lane(context: Any) -> Any:
+        if any(context is each for each in gone):
+            raise UCXError("No such device")
+        return made(context)
+
+    monkeypatch.setattr(engine.library, "lane", lane)
+    kept = engine.lane(NET)
+    gone.append(engine._context(NET))
+    again = engine.lane(NET)
+    assert engine.lanes() == 2
+    assert engine._context(NET) is not gone[0]
+    gone.append(engine._context(NET))
+    monkeypatch.setattr(engine.library, "context", lambda options: gone[0])
+    with pytest.raises(TransportUnavailable, match="no worker: No such device"):
+        engine.lane(NET)
+    assert engine.lanes() == 2
+    for each in (kept, again):
+        engine.release(each)

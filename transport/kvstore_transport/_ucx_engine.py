@@ -221,8 +221,16 @@ class UcxEngine:
                 )
             try:
                 lane = self.library.lane(context)
-            except self._failures as error:
-                raise TransportUnavailable(f"UCX made no worker: {error}") from error
+            except self._failures:
+                # An interface that the context knows may be gone (a container's ended). A new one knows those there are
+                # now; connections that are open keep theirs.
+                if self._contexts.get(kind) is context:
+                    del self._contexts[kind]
+                context = self._known(kind)
+                try:
+                    lane = self.library.lane(context)
+                except self._failures as error:
+                    raise TransportUnavailable(f"UCX made no worker: {error}") from error
             self._lanes.add(lane)
             return lane
 
@@ -242,16 +250,20 @@ class UcxEngine:
 
     def _context(self, kind: str) -> Any:
         with self._state:
-            if kind not in self._contexts:
-                try:
+            return self._known(kind)
+
+    def _known(self, kind: str) -> Any:
+        """The context of a kind. Called with the state locked."""
+        if kind not in self._contexts:
+            try:
+                context = self.library.context(self.settings[kind])
+                if kind == HOST and not _has(_READERS, self.library.info(context)):
+                    self.settings[kind].pop("RNDV_SCHEME", None)
                     context = self.library.context(self.settings[kind])
-                    if kind == HOST and not _has(_READERS, self.library.info(context)):
-                        self.settings[kind].pop("RNDV_SCHEME", None)
-                        context = self.library.context(self.settings[kind])
-                    self._contexts[kind] = context
-                except self._failures as error:
-                    raise TransportUnavailable(f"UCX could not be started: {error}") from error
-            return self._contexts[kind]
+                self._contexts[kind] = context
+            except self._failures as error:
+                raise TransportUnavailable(f"UCX could not be started: {error}") from error
+        return self._contexts[kind]
 
     @classmethod
     def _in_child(cls) -> None:
