@@ -1,0 +1,170 @@
+"""What a stream consists of: parts, each some layers of some chunks, read by one `submit_get`. State only.
+
+Everything here is changed with the prefetcher's lock held (`prefetcher.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.buffers import Buffer
+from kvstore.plan import runs
+from kvstore.scheduler import Priority
+
+from .plan import LayerPlan, layer_groups
+
+if TYPE_CHECKING:
+    from kvstore.backend import Outcome
+    from kvstore.completion import Completion
+
+__all__ = ["Part", "State", "StreamState", "paged"]
+
+_POOL_PAGE = 4096  # what a buffer takes in the pool is a multiple of this
+
+
+class State(enum.Enum):
+    """How far a part is."""
+
+    PLANNED = "planned"  # not asked for yet, or given up for something more urgent
+    LOADING = "loading"
+    READY = "ready"
+    HELD = "held"  # somebody looks at it
+    GONE = "gone"
+
+
+def paged(nbytes: int) -> int:
+    """What a buffer of so many bytes takes in the pool."""
+    return max(1, -(-nbytes // _POOL_PAGE)) * _POOL_PAGE
+
+
+class Part:
+    """Layers `first`, … of some chunks, each (prefix, chunk).
+
+    Attributes:
+        nbytes: what its buffers take in the pool.
+        holds: how many look at it.
+    """
+
+    __slots__ = ("buffers", "completion", "count", "first", "holds", "nbytes", "pairs", "state")
+
+    def __init__(self, first: int, count: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self.first = first
+        self.count = count
+        self.pairs = pairs
+        self.state = State.PLANNED
+        self.nbytes = 0
+        self.holds = 0
+        self.buffers: Sequence[Buffer] = ()
+        self.completion: Completion[Sequence[Outcome]] | None = None
+
+    @property
+    def end(self) -> int:
+        """The first layer behind it."""
+        return self.first + self.count
+
+
+class StreamState:
+    """One stream, as the prefetcher sees it.
+
+    Attributes:
+        hits: per prefix, how many leading chunks can still be served.
+        pending: parts that are not asked for, in order.
+        active: parts that are, and have not been given back; in order, all before `pending`.
+        reached: layers below this were given back.
+        waiting: threads that wait for the first part that was not given back.
+        started: the job has begun; before that it is speculation from the queue.
+        stalled: speculation that found trouble; nothing more is asked for until the job starts.
+        arrived: how many parts have arrived; the more, the more may be under way.
+        need_pool: the pool has no room for the part that is waited for; who waits gets it himself.
+        error: what ended the stream, to be raised; or None.
+        completions: of what was asked for, as far as they may not be settled.
+        split: a layer comes in several parts.
+        paged_bytes: what all layers would take in the pool.
+        wake: set when something changed for those who wait.
+    """
+
+    def __init__(self, plan: LayerPlan, deadline: float, number: int, *, started: bool) -> None:
+        self.plan = plan
+        self.deadline = deadline
+        self.number = number
+        self.started = started
+        self.priority = plan.priority if started else Priority.PREFETCH
+        self.hits = [len(prefix) for prefix in plan.prefixes]
+        self.pending: deque[Part] = deque()
+        self.active: deque[Part] = deque()
+        self.reached = 0
+        self.waiting = 0
+        self.stalled = False
+        self.arrived = 0
+        self.need_pool = False
+        self.cancelled = False
+        self.error: BaseException | None = None
+        self.wake = threading.Event()
+        self.completions: deque[Completion[Sequence[Outcome]]] = deque()
+        self.split = False
+        self.total_bytes = sum(map(plan.layer_bytes, range(plan.num_layers)))
+        self.paged_bytes = self.total_bytes
+
+    def lay_out(self, *, preferred: int, most: int, first: int) -> None:
+        """Make the parts. `most`: bytes of the largest group; what is cut further is a layer of a plan with `split`."""
+        plan = self.plan
+        pairs = [(n, chunk) for n, prefix in enumerate(plan.prefixes) for chunk in range(len(prefix))]
+        chunks = [plan.prefixes[n][chunk] for n, chunk in pairs]
+        pieces = [[paged(chunk.spec.sizes[layer]) for chunk in chunks] for layer in range(plan.num_layers)]
+        totals = [sum(sizes) for sizes in pieces]
+        self.paged_bytes = sum(totals)
+        largest = [max(chunk.spec.sizes[layer] for chunk in chunks) for layer in range(plan.num_layers)]
+        for begin, count in layer_groups(totals, largest, preferred=preferred, most=most, first=first):
+            cuts = runs(pieces[begin], most) if plan.split and count == 1 and totals[begin] > most else []
+            if len(cuts) > 1:
+                self.pending += [Part(begin, 1, pairs[at : at + number]) for at, number, _ in cuts]
+                self.split = True
+            else:
+                self.pending.append(Part(begin, count, pairs))
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will be asked for or waited for."""
+        return self.cancelled or self.error is not None
+
+    @property
+    def hopeless(self) -> bool:
+        """Nothing is left of any prefix."""
+        return not any(self.hits)
+
+    @property
+    def front(self) -> Part | None:
+        """The first part that was not given back."""
+        return self.active[0] if self.active else self.pending[0] if self.pending else None
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that are loaded or being loaded and that nobody looks at."""
+        return sum(part.nbytes for part in self.active if part.state is not State.HELD)
+
+    @property
+    def loading(self) -> int:
+        """Parts under way."""
+        return sum(part.state is State.LOADING for part in self.active)
+
+    def limit(self, prefix: int, chunk: int) -> None:
+        """Prefix `prefix` has no more than its first `chunk` chunks."""
+        self.hits[prefix] = min(self.hits[prefix], chunk)
+
+    def prune(self) -> Part | None:
+        """The next part to ask for, without the chunks that cannot be used any more; None if there is none."""
+        while self.pending:
+            part = self.pending[0]
+            part.pairs = [(prefix, chunk) for prefix, chunk in part.pairs if chunk < self.hits[prefix]]
+            if part.pairs:
+                return part
+            self.pending.popleft()
+        return None
+
+    def range_bytes(self, part: Part, prefix: int, chunk: int) -> int:
+        """Raw bytes of a part's layers in one chunk."""
+        return sum(self.plan.prefixes[prefix][chunk].spec.sizes[part.first : part.end])
