@@ -98,7 +98,22 @@ _MODULES = {
     "store": ("Item", "Priority", "Store", "Want", "open_store"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = frozenset({*_MODULES, "codec", "eviction", "integrations", "metrics", "options", "testing", "wrappers"})
+_SUBMODULES = frozenset(
+    {
+        *_MODULES,
+        "codec",
+        "eviction",
+        "integrations",
+        "metrics",
+        "options",
+        "prefetch",
+        "rope",
+        "sessions",
+        "testing",
+        "tiers",
+        "wrappers",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,9 @@
 """LMCache's option names and URL schemes: what they mean here.
 
-After LMCache 0.5.6 (`lmcache/v1/config.py`, in-process mode). Three kinds of names:
+After LMCache 0.5.6 (`lmcache/v1/config.py`, in-process mode). Four kinds of names:
 
 * `ALIASES` mean the same as an option of ours; the table also supplies the units that LMCache implies.
+* `LOCAL` name tiers on this host: they become our option `tiers`, with `remote_url` below them.
 * `UNUSED` have no meaning here (yet). One that only tunes LMCache is noted; one whose absence would change what is
   stored, found or computed is refused, so that nobody believes it to be in effect. A value that is LMCache's own
   default, and so changes nothing, is passed over.
@@ -20,9 +21,13 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .options import Option
-from .registry import ELSEWHERE, BackendURL, Given
+from .registry import ELSEWHERE, BackendURL, Given, parse_urls
+from .tiers.options import TierConfig
 
-__all__ = ["ALIASES", "SERDES", "UNUSED", "Alias", "Unused", "resolve_unused", "translate_url"]
+__all__ = [
+    "ALIASES", "LOCAL", "SERDES", "UNUSED", "Alias", "Unused", "local_tiers", "parse_local", "resolve_unused",
+    "translate_url",
+]  # fmt: skip
 
 
 class Alias(NamedTuple):
@@ -49,7 +54,6 @@ ALIASES: dict[str, Alias] = {
 SERDES: dict[str, str] = {"naive": "raw"}
 """LMCache's values of `remote_serde` that mean the same as a codec of ours."""
 
-_TIERS = "memory and disk tiers come with a later release; the store reads and writes remote_url directly"
 _OURS = "kvstore does this in its own way"
 _ENGINE = "the integration with the engine decides this"
 _LOCAL = "it only concerns LMCache's own processes"
@@ -83,14 +87,9 @@ def _all(kind: str, default: Any, why: str, *names: str, refuse: bool = False) -
 
 
 UNUSED: dict[str, Unused] = {
-    # A tier has no effect on results: without it reads come from the remote.
-    "local_cpu": Unused("bool", True, _TIERS),
-    "max_local_cpu_size": Unused("float", 5.0, _TIERS, unit="GB"),
-    "reserve_local_cpu_size": Unused("float", 0.0, _TIERS, unit="GB"),
+    # Memory.
+    "reserve_local_cpu_size": Unused("float", 0.0, "the size of a memory tier is max_local_cpu_size", unit="GB"),
     "local_cpu_use_hugepages": Unused("bool", False, "huge pages are used where the system has them"),
-    "local_disk": Unused("any", None, _TIERS),
-    "max_local_disk_size": Unused("float", 0.0, _TIERS, unit="GB"),
-    "cache_policy": Unused("str", "LRU", _TIERS),
     # How, not what.
     "use_layerwise": Unused("bool", True, "records are always laid out, and can always be read, layer by layer"),
     "pre_caching_hash_algorithm": Unused("str", "builtin", "keys are always SHA-256, the same in every process"),
@@ -123,6 +122,71 @@ UNUSED: dict[str, Unused] = {
     **_all("any", None, _PLACE, "retrieve_locations", "store_location", refuse=True),
     "extra_config": Unused("any", None, "its settings are those of LMCache's connectors; ours go into backend_options"),
 }  # fmt: skip
+
+
+LOCAL: dict[str, Option] = {
+    "local_cpu": Option("local_cpu", "bool", True, "A memory tier."),
+    "max_local_cpu_size": Option("max_local_cpu_size", "size", 5 * 10**9, "Its capacity."),
+    "local_disk": Option("local_disk", "str", None, "The folder of a disk tier."),
+    "max_local_disk_size": Option("max_local_disk_size", "size", 0, "Its capacity."),
+    "cache_policy": Option("cache_policy", "str", "LRU", "The policy of both."),
+}
+"""LMCache's names for tiers on this host. A bare number is in GB."""
+
+_POLICIES = {"lru": "lru", "fifo": "fifo"}
+_GB_NAMES = ("max_local_cpu_size", "max_local_disk_size")
+_OFF = (None, False, "", "none", "null", "false")
+
+
+def parse_local(name: str, given: Given) -> Given:
+    """The typed value of an option of `LOCAL`. Raises `ConfigError`."""
+    value = given.value
+    if name == "local_disk" and (value.strip().lower() if isinstance(value, str) else value) in _OFF:
+        return Given(None, given.source)
+    if name in _GB_NAMES:
+        value = with_unit(value, "GB")
+    return Given(Given(value, given.source).parse(LOCAL[name]), given.source)
+
+
+def local_tiers(given: Mapping[str, Given], notes: list[str]) -> tuple[TierConfig, ...]:
+    """The tiers that LMCache's names ask for: memory with `local_cpu` or `max_local_cpu_size`, a folder with
+    `local_disk` and `max_local_disk_size`. Without them none, although LMCache itself then keeps 5 GB in memory.
+
+    Args:
+        notes: gets a sentence for what cannot be had.
+
+    Raises:
+        ConfigError: a folder without a size, or one that is no folder.
+    """
+
+    def value(name: str) -> Any:
+        return given[name].value if name in given else LOCAL[name].default
+
+    policy = str(value("cache_policy")).lower()
+    values: dict[str, Any] = {"policy": _POLICIES[policy]} if policy in _POLICIES and "cache_policy" in given else {}
+    tiers: list[TierConfig] = []
+    if value("local_cpu") and not given.keys().isdisjoint(("local_cpu", "max_local_cpu_size")):
+        nbytes = value("max_local_cpu_size")
+        if nbytes:
+            tiers.append(TierConfig(BackendURL("memory"), {"bytes": nbytes, **values}))
+    if value("local_disk") is not None:
+        source = given["local_disk"].source
+        if not value("max_local_disk_size"):
+            raise ConfigError(f"LMCache's option 'local_disk' needs 'max_local_disk_size', which is 0 ({source})")
+        text = value("local_disk")
+        urls = parse_urls(text if "://" in text else f"file://{text}")
+        if len(urls) != 1 or not urls[0].is_folder or "," in urls[0].path:
+            raise ConfigError(
+                f"LMCache's option 'local_disk' must name one folder, for instance file:///nvme/kv ({source})"
+            )
+        tiers.append(TierConfig(urls[0], {"bytes": value("max_local_disk_size"), **values}))
+    if tiers and policy not in _POLICIES:
+        source = given["cache_policy"].source
+        notes.append(
+            f"LMCache's option 'cache_policy' has a value that is not used ({source}): kvstore has no policy "
+            f"{policy}; its own default is used"
+        )
+    return tuple(tiers)
 
 
 def resolve_unused(name: str, given: Given) -> str | None:
@@ -222,6 +286,11 @@ def manual() -> str:
     for name, alias in ALIASES.items():
         unit = f"; a bare number is in {alias.unit}" if alias.unit else ""
         lines.append(f"| `{name}` | {f'`{alias.name}`' if alias.name != name else 'the same'}{unit} |")
+    lines += [
+        "| `local_cpu`, `max_local_cpu_size` (GB) | if one is given: a tier `memory://` of that size (5 GB) |",
+        "| `local_disk`, `max_local_disk_size` (GB) | a tier `file://` of that size |",
+        "| `cache_policy` | `policy` of these tiers: `LRU`, `FIFO`; others are noted |",
+    ]
     options: dict[str, list[str]] = {}
     for name, known in UNUSED.items():
         unit = f" ({known.unit})" if known.unit else ""

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .buffers import Buffer, Slab
+    from .eviction import RecordInfo
     from .keys import Key
+    from .metrics import Metrics
     from .options import Option
     from .registry import BackendURL
 
@@ -127,12 +129,14 @@ class Write(NamedTuple):
     """Store the concatenation of `src` (flat byte views, gathered and never joined) under `key`.
 
     `parent` is a hint for eviction: the key of the chunk before this one in its prefix. Without its head a tail is
-    worthless, so a policy takes tails first. None: unknown or none.
+    worthless, so a policy takes tails first. None: unknown or none. `info` is what else a policy may use; None:
+    nothing.
     """
 
     key: Key
     src: Sequence[memoryview]
     parent: Key | None = None
+    info: RecordInfo | None = None
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +200,8 @@ class Backend(ABC):
             None if that cannot be told.
         distance: how far the place is for this process: of the replicas of a key the nearest is read first. 0: near, or
             unknown. Asked once, when a store with several replicas is opened.
+        metrics: what the backend counts besides its wrappers, under its own names; a store shows it in its `stats`.
+            None: nothing.
     """
 
     options: ClassVar[Sequence[Option]] = ()
@@ -204,6 +210,7 @@ class Backend(ABC):
     limits: Limits = Limits()
     identity: Hashable | None = None
     distance: int = 0
+    metrics: Metrics | None = None
 
     @classmethod
     def from_url(cls, url: BackendURL, options: Mapping[str, Any]) -> Backend:

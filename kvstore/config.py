@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ._lmcache import ALIASES, SERDES, UNUSED, resolve_unused, with_unit
+from ._lmcache import ALIASES, LOCAL, SERDES, UNUSED, local_tiers, parse_local, resolve_unused, with_unit
 from .errors import ConfigError
 from .keys import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from .options import Option, show_value, unknown_option
@@ -37,6 +37,7 @@ from .registry import (
     split_options,
     wrapper_options,
 )
+from .tiers.options import TierConfig, check_tiers, parse_tiers
 
 __all__ = ["OPTIONS", "Config", "load_config", "read_yaml"]
 
@@ -59,12 +60,17 @@ _SERVICE_VARIABLES = re.compile(
 
 
 class StoreOption(Option):
-    """An option of the store. Kinds besides `Option`'s: "urls", "codec" and "map"."""
+    """An option of the store. Kinds besides `Option`'s: "urls", "tiers", "codec" and "map"."""
 
     __slots__ = ()
 
     def _parse_urls(self, value: object) -> tuple[BackendURL, ...]:
         return tuple(parse_urls(value))
+
+    def _parse_tiers(self, value: object) -> tuple[TierConfig, ...]:
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{", "-"):
+            value = _yaml(value, f"option {self.name!r}")
+        return parse_tiers(value)
 
     def _parse_codec(self, value: object) -> str:
         if not isinstance(value, str):
@@ -132,6 +138,16 @@ class Config:
         (),
         "The backends: `scheme://authority/path?option=value`, or a list of them, over which keys are spread.",
     )
+    tiers: tuple[TierConfig, ...] = _option(
+        "tiers",
+        (),
+        "A hierarchy of places, the fastest first: a list of URLs, or of maps with `url` and the options of a tier. "
+        "`remote_url`, if it is given too, is the last tier.",
+    )
+    tier_staging_bytes: int = _option(
+        "size", 64 << 20, "Memory for moves between tiers neither of which lies in memory; mapped when first needed.",
+        minimum=1 << 20,
+    )  # fmt: skip
     chunk_size: int = _option(
         "int",
         DEFAULT_CHUNK_SIZE,
@@ -179,29 +195,38 @@ class Config:
             if value is not option.default:
                 given = value if isinstance(value, Given) else Given(value, self.sources.get(option.name, "given"))
                 object.__setattr__(self, option.name, given.parse(option))
-        if not self.remote_url:
+        if not self.remote_url and not self.tiers:
             raise ConfigError("no remote_url is given; name a backend, for instance file:///mnt/kv or memory://")
-        folders = [url.base for url in self.remote_url if url.is_folder]
+        check_tiers(self.tiers, self.remote_url, self.replicas)
+        what = "tiers and remote_url name" if self.tiers and self.remote_url else "tiers name"
+        what = what if self.tiers else "remote_url names"
+        folders = [url.base for url in self.urls if url.is_folder]
         if twice := sorted({folder for folder in folders if folders.count(folder) > 1}):
-            raise ConfigError(f"remote_url names {', '.join(twice)} twice; a folder is one backend, under any name")
-        names = [self.backend_name(url) for url in self.remote_url]
+            raise ConfigError(f"{what} {', '.join(twice)} twice; a folder is one backend, under any name")
+        names = [self.backend_name(url) for url in self.urls]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"remote_url names {', '.join(twice)} twice; give each its own option 'name'")
+            raise ConfigError(f"{what} {', '.join(twice)} twice; give each its own option 'name'")
+
+    @property
+    def urls(self) -> tuple[BackendURL, ...]:
+        """All backends: those of `tiers`, the fastest first, then those of `remote_url`."""
+        return (*(tier.url for tier in self.tiers), *self.remote_url)
 
     def backend_overrides(self, url: BackendURL) -> dict[str, object]:
-        """The options that `backend_options` holds for one of `remote_url`: for its scheme, then for it alone."""
+        """The options that `backend_options` holds for one of `urls`: for its scheme, then for it alone."""
         return {**self.backend_options.get(url.scheme, {}), **self.backend_options.get(url.base, {})}
 
     def backend_name(self, url: BackendURL) -> str:
-        """The name of one of `remote_url` in placement: its option `name`, or the URL without its options."""
+        """The name of one of `urls` in placement: its option `name`, or the URL without its options."""
         given = self.backend_overrides(url).get("name", url.options.get("name", url.base))
         return str(given.value if isinstance(given, Given) else given)
 
     def __repr__(self) -> str:
-        shown = [f"{o.name}={getattr(self, o.name)!r}" for o in OPTIONS if o.kind not in ("urls", "map")]
+        shown = [f"{o.name}={getattr(self, o.name)!r}" for o in OPTIONS if o.kind not in ("urls", "tiers", "map")]
         hidden = {place: sorted(options) for place, options in self.backend_options.items()}
         urls = ", ".join(repr(url.shown) for url in self.remote_url)
-        return f"Config(remote_url=[{urls}], {', '.join(shown)}, backend_options={hidden!r})"
+        tiers = f"tiers=[{', '.join(repr(tier.shown) for tier in self.tiers)}], " if self.tiers else ""
+        return f"Config(remote_url=[{urls}], {tiers}{', '.join(shown)}, backend_options={hidden!r})"
 
     def describe(self) -> str:
         """A table of option, value and where it came from; then what is wrong with backends, and the notes.
@@ -212,10 +237,11 @@ class Config:
         for option in OPTIONS:
             if option.kind != "map":
                 value = getattr(self, option.name)
-                text = ", ".join(url.shown for url in value) if option.kind == "urls" else show_value(option, value)
+                places = option.kind in ("urls", "tiers")
+                text = ", ".join(each.shown for each in value) if places else show_value(option, value)
                 rows.append((option.name, text, self.sources.get(option.name, "default")))
         remarks = [f"note: {note}" for note in self.notes]
-        for url in self.remote_url:
+        for url in self.urls:
             try:
                 rows += [(f"{url.base} {name}", value, source) for name, value, source in self._describe_backend(url)]
             except ConfigError as error:
@@ -259,6 +285,7 @@ class _Layers:
         self.values: dict[str, Given] = {}
         self.backend: list[tuple[str, str, Given]] = []  # place, option, value; later ones win
         self.notes: list[str] = []
+        self.local: dict[str, Given] = {}  # LMCache's names for tiers on this host
 
     def add(self, layer: Mapping[str, Given], *, tolerant: bool = False) -> None:
         """Add one source. `tolerant`: note an unknown name, as it is another program's."""
@@ -281,12 +308,15 @@ class _Layers:
             return name
         if name in ALIASES:
             return ALIASES[name].name
+        if name in LOCAL:
+            self.local[name] = parse_local(name, given)
+            return None
         if name in UNUSED:
             note = resolve_unused(name, given)
         elif tolerant:
             note = f"{name!r} is not known ({given.source}); it is not used"
         else:
-            known = [*_BY_NAME, *(alias for alias in ALIASES if alias not in _BY_NAME)]
+            known = [*_BY_NAME, *(alias for alias in (*ALIASES, *LOCAL) if alias not in _BY_NAME)]
             raise ConfigError(f"{unknown_option(name, known, where='the store')} ({given.source})")
         if note:
             self.notes.append(note)
@@ -308,16 +338,22 @@ class _Layers:
             self.backend += [(place, name, Given(value, given.source)) for name, value in places[place].items()]
 
     def config(self) -> Config:
+        local = local_tiers(self.local, self.notes)
+        if local and "tiers" in self.values:
+            names = ", ".join(sorted(self.local))
+            raise ConfigError(f"tiers are given {self.values['tiers'].source}, and LMCache's {names} too; give one")
+        if local:
+            self.values["tiers"] = Given(local, next(iter(self.local.values())).source)
+        tiers: tuple[TierConfig, ...] = self.values["tiers"].value if "tiers" in self.values else ()  # type: ignore[assignment]
         urls: tuple[BackendURL, ...] = self.values["remote_url"].value if "remote_url" in self.values else ()  # type: ignore[assignment]
+        urls = (*(tier.url for tier in tiers), *urls)
         resolved: dict[str, dict[str, Given]] = {}
         for place, name, given in self.backend:
             matching = [url for url in urls if place in (url.scheme, url.base)]
             for url in matching:
                 resolved.setdefault(url.base, {})[name] = given
             if not matching:
-                self.notes.append(
-                    f"option {name!r} of {place} is not used ({given.source}): remote_url names no such backend"
-                )
+                self.notes.append(f"option {name!r} of {place} is not used ({given.source}): no such backend is named")
         return Config(
             **{name: given.value for name, given in self.values.items()},  # type: ignore[arg-type]
             backend_options=resolved,
@@ -382,7 +418,7 @@ def _environment(env: Mapping[str, str], prefix: str) -> tuple[dict[str, Given],
             continue
         name = variable.removeprefix(prefix).lower()
         given = Given(env[variable], f"from environment variable {variable}")
-        if name in _BY_NAME or name in ALIASES or name in UNUSED:
+        if name in _BY_NAME or name in ALIASES or name in LOCAL or name in UNUSED:
             layer[name] = given
         elif _OTHER_VARIABLES.fullmatch(variable) or _SERVICE_VARIABLES.fullmatch(f"{variable}={env[variable]}"):
             continue

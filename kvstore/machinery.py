@@ -30,6 +30,7 @@ from .reads import Reader
 from .registry import open_backend, split_options
 from .scheduler import Batch, LaneGroup, deadline_passed, seconds_left
 from .targets import Counters, Target
+from .tiers.backend import TieredBackend
 from .timer import Timer
 from .writes import Writer
 
@@ -95,6 +96,11 @@ class Machinery:
         weights: list[float] = []
         opened: list[Backend] = []
         settings: list[Mapping[str, Any]] = []  # of the wrappers
+        if backends is None and self.config.tiers:
+            from .tiers.opening import open_tiers
+
+            backends = [open_tiers(self.config, self.metrics)]
+            undo.callback(backends[0].close)
         if backends is not None:
             opened = [*backends]
             names, weights = [backend.name for backend in opened], [1.0] * len(opened)
@@ -112,6 +118,9 @@ class Machinery:
                 settings.append(split.wrapper)
                 opened.append(wrap(backend, split.wrapper, metrics=self.metrics))
         _check_distinct(names, opened)
+        for backend in opened:
+            if backend.metrics is not None:
+                self.metrics.include(backend.metrics)
         distances = [backend.distance for backend in opened] if self.config.replicas > 1 else None
         placement = Placement(names, weights, self.config.replicas, distances)
         if self.config.replicas == 1 and any(values.get("hedge") for values in settings):
@@ -121,8 +130,17 @@ class Machinery:
         targets = []
         for index, (name, backend) in enumerate(zip(names, opened, strict=True)):
             lanes = LaneGroup(name, backend.limits.lanes)
-            targets.append(Target(index, name, backend, lanes, backend.limits, backend.capabilities))
+            target = Target(index, name, backend, lanes, backend.limits, backend.capabilities)
+            if isinstance(backend, TieredBackend):
+                target.copies = len(backend.tiers)
+            targets.append(target)
         return targets, placement
+
+    @property
+    def tiers(self) -> TieredBackend | None:
+        """The hierarchy that the store runs on, if it does."""
+        backend = self.targets[0].backend
+        return backend if isinstance(backend, TieredBackend) else None
 
     def _hedged(
         self, backends: Sequence[Backend], settings: Sequence[Mapping[str, Any]], placement: Placement
@@ -169,8 +187,12 @@ class Machinery:
 
     def stats(self) -> dict[str, Any]:
         """See `Store.stats`."""
+        tiers = self.tiers
+        if tiers is not None:
+            tiers.publish(self.metrics)
         return {
             **self.counters.values,
+            **({} if tiers is None else {"tiers": tiers.stats()}),
             "write_queue_bytes": self.writer.queued_bytes,
             "pool": self.pool.stats()._asdict(),
             "backends": {target.name: target.lanes.stats() for target in self.targets},
@@ -199,6 +221,8 @@ class Machinery:
             drained = drain and self.writer.drain(end)
             if not drained:
                 self._fail_open()
+            if drain and self.tiers is not None:
+                self.tiers.drain(end)
             for target in self.targets:
                 target.lanes.shut(drop=not drained)
             for target in self.targets:

@@ -10,6 +10,7 @@ from .codec import CODEC_NAMES
 from .config import OPTIONS
 from .options import Option, format_manual
 from .registry import scheme_manual
+from .tiers.options import tier_manual
 
 __all__ = ["manual"]
 
@@ -47,6 +48,23 @@ unit: `200ms`, `5s`, `2min`, `1h`. An unknown option and an empty, null or ill-t
 option and its source. Checksums are always verified; there is no option against it.
 """
 
+_TIERS = """\
+## Tiers
+
+`tiers` is a list, the fastest first. Each entry is a URL, or a map with `url` and the options below;
+[tiers.md](tiers.md) says what they promise. In the environment the list is YAML (JSON) text, or URLs
+separated by commas.
+
+```yaml
+tiers:
+  - url: memory://?bytes=16GiB
+    promote: second_use
+  - {url: "file:///nvme/kv?bytes=400GiB", write: back}
+  - s3://bucket/prefix?region=us-west-2
+```
+
+"""
+
 _LMCACHE = """\
 ## LMCache's names
 
@@ -71,6 +89,7 @@ def manual() -> str:
             for part in (
                 _HEAD,
                 "## The store\n\n" + format_manual([_printable(option) for option in OPTIONS]),
+                _TIERS + tier_manual(),
                 "## Backends\n\n" + scheme_manual(),
                 _LMCACHE,
                 _lmcache.manual(),

@@ -13,6 +13,7 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
@@ -256,6 +257,8 @@ def parse_url(text: str) -> BackendURL:
     location, _, query = rest.partition("?")
     slash = location.find("/")
     authority, path = (location, "") if slash < 0 else (location[:slash], location[slash:])
+    if any(_bare_ipv6(part) for part in authority.split(",")):
+        raise ConfigError(f"an IPv6 address stands in brackets: {scheme}://[::1]:7070")
     if "@" in authority or not _ports_are_numbers(authority):
         raise ConfigError(
             f"the {scheme}:// URL holds credentials, or a port that is not a number, before its path; "
@@ -291,6 +294,17 @@ def _not_a_url(text: str) -> str:
     if re.match(r"[/~.]", text):
         return f"a path is not a URL; for a folder write file:// and its absolute path, e.g. {SCHEMES['file'].example}"
     return "a backend is named by scheme://authority/path?option=value; for instance file:///mnt/kv or memory://"
+
+
+def _bare_ipv6(part: str) -> bool:
+    """Whether it is an IPv6 address without brackets; one with a port behind it is one, too."""
+    if part.count(":") < 2 or "[" in part:
+        return False
+    try:
+        IPv6Address(part.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _ports_are_numbers(authority: str) -> bool:

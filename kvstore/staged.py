@@ -187,21 +187,25 @@ class Stager:
     # What failed verification.
 
     def look_again(self, target: Target, flight: Flight) -> Outcome:
-        """A second, careful read of a record that failed verification; quarantine if it fails again."""
+        """A second, careful read of a record that failed verification; quarantine if it fails again. Where the backend
+        may have another copy, that is tried then."""
         self._count("second_looks")
+        for _ in range(target.copies):
+            outcome = self._read_carefully(target, flight)
+            if outcome is not SUSPECT:
+                return outcome
+            self.quarantine(target, flight.key, flight.deadline)
+        return MISS
+
+    def _read_carefully(self, target: Target, flight: Flight) -> Outcome:
+        """Read a record into memory of our own, by its own table, and from there to where it is wanted."""
         deadline = flight.deadline
         head = memoryview(bytearray(flight.spec.data_offset))
         outcome = call_get(target, [Read(flight.key, head, 0)], deadline)[0]
-        if outcome.status is Status.OK:
-            rest = self._by_table(target, flight, head[: outcome.nbytes], len(head), deadline)
-            if isinstance(rest, Outcome):
-                outcome = rest
-            else:
-                outcome = self._fetch_rest(target, flight, rest, deadline, careful=True)
-        if outcome is SUSPECT:
-            self.quarantine(target, flight.key, deadline)
-            return MISS
-        return outcome
+        if outcome.status is not Status.OK:
+            return outcome
+        rest = self._by_table(target, flight, head[: outcome.nbytes], len(head), deadline)
+        return rest if isinstance(rest, Outcome) else self._fetch_rest(target, flight, rest, deadline, careful=True)
 
     def quarantine(self, target: Target, key: Key, deadline: float) -> None:
         """Put a record aside that proved corrupt twice."""

@@ -59,6 +59,9 @@ class Store:
         config: see `load_config`.
         backends: use these instead of opening `config.remote_url` (the store closes them); mostly for tests.
 
+    Attributes:
+        tiers: the hierarchy of the option `tiers`, with `announce`, `pin`, `unpin`, `usage`; None without it.
+
     Raises:
         ConfigError: the configuration makes no sense, or a backend cannot be opened.
     """
@@ -68,6 +71,7 @@ class Store:
         self.config = config
         self.pool = machinery.pool
         self.metrics = machinery.metrics
+        self.tiers = machinery.tiers
         self._finish = _first_error_raised if config.on_error == "raise" else _as_they_are
         self._dropped = weakref.finalize(self, close_dropped, machinery, repr(self))
         self._dropped.atexit = False  # the machinery sees to that itself
@@ -289,7 +293,7 @@ class Store:
     # Life.
 
     def stats(self) -> dict[str, Any]:
-        """Counters, the pool, the lanes of each backend, and the metrics of the wrappers."""
+        """Counters, the pool, the lanes of each backend, the tiers, and the metrics of the wrappers."""
         return self._machinery.stats()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
@@ -299,7 +303,8 @@ class Store:
         closes behind it. A store that is dropped without `close` closes likewise, with a `ResourceWarning`.
 
         Args:
-            drain: first finish the puts under way. Otherwise those not begun end with `ClosedError`.
+            drain: first finish the puts under way, and bring down what tiers owe. Otherwise puts not begun end with
+                `ClosedError`. What was not brought down in time is named in the log.
             timeout: seconds for all of it; None means `close_timeout`. What a hung backend still holds then is left
                 to its daemon threads. A backend whose own close hangs may take a second more.
         """
@@ -501,7 +506,8 @@ def open_store(
     """Open a store.
 
     Args:
-        remote_url: `scheme://authority/path?option=…`, or several of them (records are then spread over them).
+        remote_url: `scheme://authority/path?option=…`, or several of them (records are then spread over them); with
+            the option `tiers` the last tier, or nothing.
         config_file: YAML; also `KVSTORE_CONFIG_FILE` and `LMCACHE_CONFIG_FILE`.
         options: any option of `kvstore.config`; they win over file and environment.
 

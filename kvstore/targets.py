@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from .backend import Backend, Capability, Limits, Outcome
 from .buffers import Buffer
 from .errors import ConfigError, KVStoreError, PermanentError, TransientError
+from .eviction import RecordInfo
 from .keys import Key
 from .record import RecordSpec
 from .scheduler import LaneGroup
@@ -50,6 +51,7 @@ class Item(NamedTuple):
             the completion is settled they must not change.
         meta: small map of msgpack values, kept in the record's header: model, dtype, token range, rotary state, …
         parent: key of the chunk before this one in its prefix (a hint for eviction).
+        info: what else an eviction policy may use: place in the prefix, session, time to live.
         hold: pool buffer that the segments lie in. It is pinned while I/O runs, so it may be released at any time.
     """
 
@@ -59,6 +61,7 @@ class Item(NamedTuple):
     meta: Mapping[str, Any] = {}
     parent: Key | None = None
     hold: Buffer | None = None
+    info: RecordInfo | None = None
 
 
 def flat_bytes(view: object, *, writable: bool) -> memoryview:
@@ -93,7 +96,12 @@ def pin_all(holds: Sequence[Buffer]) -> None:
 
 @dataclass(slots=True)
 class Target:
-    """One backend of a store."""
+    """One backend of a store.
+
+    Attributes:
+        copies: in how many places of its own a backend may have a record: when one copy proves corrupt and is put
+            aside, another one may still serve.
+    """
 
     index: int
     name: str
@@ -101,6 +109,7 @@ class Target:
     lanes: LaneGroup
     limits: Limits
     capabilities: Capability
+    copies: int = 1
 
 
 def attempt(

@@ -330,7 +330,7 @@ class Writer:
                     message = f"the record cannot be built: {type(error).__name__}: {error}"
                     outcomes[index] = Outcome.failed(PermanentError(message, operation="put", key=put.key))
                 else:
-                    writes.append(Write(put.key, record, put.item.parent))
+                    writes.append(Write(put.key, record, put.item.parent, put.item.info))
                     places.append(index)
         if writes:
             written = attempt(target.name, "put", len(writes), lambda: backend.put(writes, deadline=deadline))

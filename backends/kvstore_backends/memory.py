@@ -209,7 +209,7 @@ class MemoryBackend(Backend):
         if not writes:
             return []
         memory = self._memory
-        keys, sources, parents = zip(*writes, strict=True)
+        keys, sources, parents, infos = zip(*writes, strict=True)
         sizes = [len(src[0]) if len(src) == 1 else sum(map(len, src)) for src in sources]
         outcomes = [_UNDECIDED] * len(writes)
         todo: Sequence[int] = range(len(writes))
@@ -219,7 +219,7 @@ class MemoryBackend(Backend):
                 for place in todo:
                     outcomes[place] = late
                 break
-            reservation, there, todo, too_large = memory.claim(keys, sizes, parents, todo)
+            reservation, there, todo, too_large = memory.claim(keys, sizes, parents, todo, infos=infos)
             for place in there:
                 outcomes[place] = EXISTS
             for place in too_large:
@@ -259,7 +259,7 @@ class MemoryBackend(Backend):
         failed: list[int] = []
         for index in wave:
             place, view, size = places[index], views[index], sizes[index]
-            key, src, _ = writes[place]
+            key, src, _, _ = writes[place]
             if size >= _SMALL_BYTES and time.monotonic() >= deadline:
                 outcomes[place] = self._late("put")
                 failed.append(index)

@@ -155,7 +155,7 @@ def test_equals_the_oracle(name: str) -> None:
         assert len(policy) == 0
         assert policy.nbytes == 0
         state = vars(policy)
-        assert not any(state[table] for table in ("_order", "_passed", "_parent", "_children"))
+        assert not state["_records"] and not state["_orphans"] and not state["_queues"][0].order
 
     check()
 
@@ -349,7 +349,7 @@ def test_outdated_entries_are_bounded() -> None:
     for i in range(5_000):
         policy.admit(key(("child", i)), 1, parent=head)
         policy.forget(key(("child", i)))
-    assert len(policy._ready) < 200
+    assert len(policy._queues[0].ready) < 200
     assert list(policy.victims()) == [head, other]
 
 

@@ -200,7 +200,7 @@ class Capacity:
                     key = write.key
                     if write.parent is not None and write.parent in self._cold_keys:
                         self._warm(write.parent, 0, stamp + STEP_NS)
-                    policy.admit(key, nbytes, parent=write.parent)
+                    policy.admit(key, nbytes, parent=write.parent, info=write.info)
                     self._cold_keys.discard(key)
                     self._used[key] = self._stamp[key] = stamp
         added = sum(nbytes for _, nbytes, _ in stored)
