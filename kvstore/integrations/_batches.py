@@ -1,34 +1,55 @@
-"""Batches of prompts: their rows and chunks, and how far reading them has come."""
+"""Batches of prompts: their rows, the stored pieces of these, and how far reading them has come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvstore.buffers import Buffer
+from kvstore._session_state import Piece
 from kvstore.errors import ConfigError
 from kvstore.keys import Key
 
-__all__ = ["Group", "Reading", "Row", "put_back", "real_tokens", "two_dimensional"]
+__all__ = ["Reading", "Row", "real_tokens", "two_dimensional"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch: its real tokens, where they begin in the row, and their chunks."""
+    """One row of a batch.
+
+    Attributes:
+        begin: column of its first real token.
+        tokens: how many it has.
+        pieces: where their KV is stored, in order; positions are counted from `begin`.
+        parent: key of the chunk before the first piece.
+    """
 
     begin: int
     tokens: int
-    keys: Sequence[Key]
+    pieces: Sequence[Piece]
+    parent: Key | None = None
+
+    @classmethod
+    def of(cls, begin: int, tokens: int, keys: Sequence[Key], size: int) -> Row:
+        """A row of chunks of `size` tokens, the last one perhaps shorter."""
+        pieces = []
+        for key, first in zip(keys, range(0, tokens, size), strict=False):
+            length = min(size, tokens - first)
+            pieces.append(Piece(key, length, 0, length, first))
+        return cls(begin, tokens, pieces)
+
+    @property
+    def keys(self) -> list[Key]:
+        return [piece.key for piece in self.pieces]
 
 
 class Reading:
     """A batch that is being read: what of it can still be used, and what has come.
 
     Args:
-        size: tokens of a chunk.
         columns: how many columns are wanted at most.
 
     Attributes:
@@ -36,16 +57,15 @@ class Reading:
         tensors: keys and values per layer, `[batch, kv_heads, columns or more, head_dim]`.
     """
 
-    def __init__(self, rows: Sequence[Row], size: int, columns: int) -> None:
+    def __init__(self, rows: Sequence[Row], columns: int) -> None:
         self.rows = rows
-        self.size = size
         self.columns = columns
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def limit(self, number: int, chunks: int) -> None:
-        """Row `number` has no more than its first `chunks` chunks."""
+    def limit(self, number: int, pieces: int) -> None:
+        """Row `number` has no more than its first `pieces` pieces."""
         row = self.rows[number]
-        self.columns = min(self.columns, row.begin + min(chunks * self.size, row.tokens))
+        self.columns = min(self.columns, row.begin + (row.pieces[pieces - 1].end if pieces else 0))
 
     @property
     def hopeless(self) -> bool:
@@ -53,31 +73,12 @@ class Reading:
         return self.columns <= max(row.begin for row in self.rows)
 
     def usable(self, row: Row) -> int:
-        """How many chunks of a row lie within the columns."""
-        return -(-(self.columns - row.begin) // self.size)
+        """How many pieces of a row lie within the columns, in full or in part."""
+        return bisect.bisect_left(row.pieces, self.columns - row.begin, key=lambda piece: piece.position)
 
-    def needs(self, number: int, chunk: int) -> bool:
-        return chunk < self.usable(self.rows[number])
-
-
-@dataclass
-class Group:
-    """Some consecutive layers of some chunks, each (row, chunk), that are read together."""
-
-    first: int
-    count: int
-    chunks: Sequence[tuple[int, int]]
-    buffers: Sequence[Buffer] = ()
-
-    def release(self) -> None:
-        for buffer in self.buffers:
-            buffer.release()
-        self.buffers = ()
-
-
-def put_back(group: Group, groups: Iterator[Group]) -> Iterator[Group]:
-    yield group
-    yield from groups
+    def needs(self, number: int, piece: int) -> bool:
+        row = self.rows[number]
+        return row.pieces[piece].position < self.columns - row.begin
 
 
 def two_dimensional(ids: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
@@ -30,25 +30,27 @@ except ModuleNotFoundError as missing:
 from kvstore.backend import Outcome, Status
 from kvstore.completion import Completion
 from kvstore.errors import ConfigError, KVStoreError, PoolExhausted, TransientError
+from kvstore.eviction.base import RecordInfo
 from kvstore.integrations import _models
-from kvstore.integrations._batches import Group, Reading, Row, put_back, real_tokens, two_dimensional
+from kvstore.integrations._batches import Reading, Row, real_tokens, two_dimensional
 from kvstore.integrations._models import weights_fingerprint, weights_token
+from kvstore.integrations._rotary import model_rotary
 from kvstore.keys import KeyContext, chunk_keys
 from kvstore.layout import canonical_dtype
+from kvstore.prefetch import Chunk, LayerPlan, LoadedPart, Prefetcher
 from kvstore.record import RecordSpec, kv_spec
+from kvstore.rope import RotarySpec, Rotation
 from kvstore.scheduler import Priority
-from kvstore.targets import Item, Want
+from kvstore.targets import Item
 
 if TYPE_CHECKING:
+    from kvstore.sessions import Turn
     from kvstore.store import Store
 
 __all__ = ["KVCacheStore", "SaveResult", "weights_fingerprint"]
 
 logger = logging.getLogger("kvstore.integrations.transformers")
 
-_FIRST_GROUP_BYTES = 4 << 20
-_GROUP_GROWTH = 2
-_POOL_PAGE = 4096  # what a buffer takes in the pool is a multiple of this
 _PUT_TRIES = 8  # others may be faster to take the room in the write queue that was waited for
 
 
@@ -87,6 +89,12 @@ class KVCacheStore:
             looked at, and whoever changes the weights must make another `KVCacheStore`.
         lora: identity and version of an active adapter, needed with a `revision` that does not tell of it.
         cache_salt: a further isolation within the store's namespace.
+        rope: "post": K is stored as the cache has it, after the rotary embedding. "pre": before it, and embedded when
+            it is loaded, so that `kvstore.sessions` can truncate a conversation and go on using what is stored. Both
+            cost the same room; their records never mix. Undoing and redoing the embedding changes the last digits of K
+            (`kvstore.rope` has the bounds), so texts are the same but for ties.
+        prefetcher: loads through this one, of the same store; say, one that bounds the memory of several models. None:
+            one of its own.
 
     Raises:
         ConfigError: the model's cache cannot be stored; says why.
@@ -101,12 +109,20 @@ class KVCacheStore:
         revision: str | None = None,
         lora: str | None = None,
         cache_salt: str | None = None,
+        rope: str = "post",
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         if not hasattr(store, "submit_get"):
             raise ConfigError(f"an open kvstore.Store is needed, not {type(store).__name__}")
         if not hasattr(model, "config") or not hasattr(model, "forward"):
             raise ConfigError(f"a causal language model of transformers is needed, not {type(model).__name__}")
+        if prefetcher is not None and prefetcher.store is not store:
+            raise ConfigError("the prefetcher is one of another store")
+        if rope not in ("post", "pre"):
+            raise ConfigError(f"rope={rope!r} is not known; K is stored 'post' (after) or 'pre' (before) its embedding")
         self.store = store
+        self.rope = rope
+        self.prefetcher = Prefetcher(store) if prefetcher is None else prefetcher
         self._model = model
         self._config = model.config.get_text_config(decoder=True)
         self.layout = _models.cache_layout(model, self._config)
@@ -132,11 +148,15 @@ class KVCacheStore:
         if revision is None:
             self._token = weights_token(self._model)
             revision = weights_fingerprint(self._model)
+        self.rotary: RotarySpec | None = None
+        if self.rope == "pre":
+            self.rotary = model_rotary(self._model, self._config, self.layout.head_dim)
         self.context: KeyContext = self.store.key_context(
             model=self._name,
             layout=self.layout,
             dtype=canonical_dtype(self.dtype),
             revision=revision,
+            extra=() if self.rotary is None else (("rope", "pre"), ("rotary", self.rotary.text)),
             **self._isolation,
         )
 
@@ -180,9 +200,26 @@ class KVCacheStore:
         self._notice_changes()
         ids = two_dimensional(input_ids)
         held = self._check_cache(cache, ids.shape[0])
-        deadline = time.monotonic() + (self.store.config.put_timeout if timeout is None else timeout)
         mask = None if attention_mask is None else two_dimensional(attention_mask)[:, :held]
-        rows = self._rows(ids[:, :held], mask)
+        return self._save(cache, self._rows(ids[:, :held], mask), timeout)
+
+    def save_turn(self, turn: Turn, cache: Any, *, timeout: float | None = None) -> SaveResult:
+        """Store the new full chunks of a session's turn; see `kvstore.sessions`.
+
+        Args:
+            cache: the cache of just this turn's tokens, as `generate` leaves it, begun with what `load_turn` gave.
+            timeout: as of `save`, as are the errors.
+        """
+        self._notice_changes()
+        held = min(self._check_cache(cache, 1), len(turn.tokens))
+        pieces = turn.new_chunks(held)
+        if turn.context.digest != self.context.digest:
+            error = ConfigError("the model changed since this turn began; its KV is not stored")
+            return SaveResult(len(pieces), 0, 0, len(pieces), 0, error)
+        return self._save(cache, [Row(0, held, pieces, turn.base_key)], timeout, turn)
+
+    def _save(self, cache: Any, rows: Sequence[Row], timeout: float | None, turn: Turn | None = None) -> SaveResult:
+        deadline = time.monotonic() + (self.store.config.put_timeout if timeout is None else timeout)
         known = [self.store.submit_lookup(row.keys, deadline=deadline) for row in rows]
         pending: deque[Completion[Sequence[Outcome]]] = deque()
         existing = failed = 0
@@ -190,9 +227,12 @@ class KVCacheStore:
         for number, (row, hits) in enumerate(zip(rows, known, strict=True)):
             first = hits.result()
             existing += first
-            for chunk in range(first, len(row.keys)):
+            undo = None
+            if self.rotary is not None and first < len(row.pieces):
+                undo = self.rotary.undoing(range(row.pieces[-1].end))
+            for piece in range(first, len(row.pieces)):
                 try:
-                    pending.append(self._put_chunk(cache, number, row, chunk, deadline))
+                    pending.append(self._put_piece(cache, number, row, piece, undo, turn, deadline))
                 except PoolExhausted as error:
                     failed += 1
                     reason = reason or error
@@ -206,29 +246,39 @@ class KVCacheStore:
             nbytes += outcome.nbytes
         if reason is not None and self.store.config.on_error == "raise":
             raise reason
-        return SaveResult(sum(len(row.keys) for row in rows), stored, existing, failed, nbytes, reason)
+        return SaveResult(sum(len(row.pieces) for row in rows), stored, existing, failed, nbytes, reason)
 
-    def _put_chunk(
-        self, cache: Any, number: int, row: Row, chunk: int, deadline: float
+    def _put_piece(
+        self, cache: Any, number: int, row: Row, index: int, undo: Rotation | None, turn: Turn | None, deadline: float
     ) -> Completion[Sequence[Outcome]]:
-        size = self.store.config.chunk_size
-        begin, end = chunk * size, min((chunk + 1) * size, row.tokens)
-        spec = self._spec(end - begin)
+        piece = row.pieces[index]
+        begin, end = piece.position, piece.end
+        spec = self._spec(piece.tokens)
         # The one copy on the way out: from the cache, transposed to token-major, into pool memory.
         with self.store.pool.acquire(spec.raw_bytes, max(0.0, deadline - time.monotonic())) as buffer:
             views = spec.split(buffer.view)
             where = slice(row.begin + begin, row.begin + end)
+            turn_back = None if undo is None else undo.part(begin, end)
             for layer, view in zip(cache.layers, views, strict=True):
-                key, value = self._tensors(view, end - begin)
-                key.copy_(layer.keys[number, :, where].transpose(0, 1))
+                key, value = self._tensors(view, piece.tokens)
+                embedded = layer.keys[number, :, where].transpose(0, 1)
+                if turn_back is None:
+                    key.copy_(embedded)
+                elif embedded.device.type == "cpu":
+                    turn_back(embedded, out=key)
+                else:  # on the device, then in one transfer
+                    key.copy_(turn_back(embedded))
                 value.copy_(layer.values[number, :, where].transpose(0, 1))
             meta = {
                 "model": self.context.model, "revision": self.context.revision, "namespace": self.context.namespace,
                 "dtype": self.context.dtype, "tokens": [begin, end], "layers": self.layout.num_layers,
-                "kv_heads": self.layout.num_kv_heads, "head_dim": self.layout.head_dim, "rope": "applied",
+                "kv_heads": self.layout.num_kv_heads, "head_dim": self.layout.head_dim,
+                "rope": "applied" if self.rotary is None else "none",
+                "rotary": None if self.rotary is None else self.rotary.text,
             }  # fmt: skip
-            parent = row.keys[chunk - 1] if chunk else None
-            return self._put(Item(row.keys[chunk], views, spec, meta, parent, buffer), deadline)
+            parent = row.pieces[index - 1].key if index else row.parent
+            info = RecordInfo(begin, piece.tokens) if turn is None else turn.info(piece)
+            return self._put(Item(piece.key, views, spec, meta, parent, buffer, info), deadline)
 
     def _put(self, item: Item, deadline: float) -> Completion[Sequence[Outcome]]:
         """Submit one record, waiting for room in the write queue. `submit_put` would drop it instead."""
@@ -248,8 +298,8 @@ class KVCacheStore:
     def load(
         self, input_ids: Any, *, attention_mask: Any = None, timeout: float | None = None
     ) -> tuple[DynamicCache, int]:
-        """The KV of the longest stored prefix, read layer by layer: the first layers in a small group, later ones in
-        growing groups, each being copied into the cache while the next is read.
+        """The KV of the longest stored prefix, read layer by layer through the prefetcher: the first layers in a small
+        group, later ones in larger groups, each being copied into the cache while the next ones are read.
 
         What misses in one layer is not read in later ones. A prompt of any length is read if the pool holds one layer
         of one chunk; if it does not, or is full until the deadline, that is logged, and nothing is loaded.
@@ -276,8 +326,23 @@ class KVCacheStore:
         for number, row in enumerate(rows):
             if row.begin + row.tokens != width:
                 raise ConfigError(f"row {number} of the attention mask has padding on the right; pad on the left")
+        return self._load(rows, width, deadline)
+
+    def load_turn(self, turn: Turn, *, timeout: float | None = None) -> tuple[DynamicCache, int]:
+        """The KV of the leading pieces of a session's turn, as `load`: what was stored before a truncation is embedded
+        at its new positions. Tells the turn what of it was found."""
+        self._notice_changes()
+        if turn.context.digest != self.context.digest:
+            turn.rebound(self.context)
+        deadline = time.monotonic() + (self.store.config.blocking_timeout if timeout is None else timeout)
+        width = len(turn.tokens)
+        cache, columns = self._load([Row(0, width, turn.pieces)], width, deadline)
+        turn.served(columns)
+        return cache, columns
+
+    def _load(self, rows: Sequence[Row], width: int, deadline: float) -> tuple[DynamicCache, int]:
         lookups = [self.store.submit_lookup(row.keys, deadline=deadline) for row in rows]
-        reading = Reading(rows, self.store.config.chunk_size, width - 1)  # one token must be left to compute
+        reading = Reading(rows, width - 1)  # one token must be left to compute
         for number, done in enumerate(lookups):
             reading.limit(number, done.result())
         if reading.hopeless or not self._read(reading, deadline):
@@ -286,115 +351,47 @@ class KVCacheStore:
         return self._cache([(k[:, :, :columns], v[:, :, :columns]) for k, v in reading.tensors]), columns
 
     def _read(self, reading: Reading, deadline: float) -> bool:
-        """Read all layers of the chunks that can still be used. False if that leaves nothing."""
-        waiting: deque[tuple[Group, Completion[Sequence[Outcome]]]] = deque()
-        groups = self._groups(reading)
-        try:
-            while True:
-                # Two groups under way: one is read while the other is copied into the cache.
-                while len(waiting) < 2 and (group := next(groups, None)) is not None:
-                    group.chunks = [each for each in group.chunks if reading.needs(*each)]
-                    if not group.chunks:
-                        continue
-                    if not self._acquire(group, reading, deadline, bool(waiting)):
-                        groups = put_back(group, groups)
-                        break
-                    waiting.append((group, self._submit(group, reading, deadline)))
-                if not waiting:
-                    return True
-                group, completion = waiting[0]
-                for (number, chunk), outcome in zip(group.chunks, completion.result(), strict=True):
-                    if outcome.status is not Status.OK:
-                        reading.limit(number, chunk)
+        """Read all layers of the pieces that can still be used. False if that leaves nothing."""
+        prefixes = [
+            [Chunk(piece.key, self._spec(piece.tokens)) for piece in row.pieces[: reading.usable(row)]]
+            for row in reading.rows
+        ]
+        embed = None if self.rotary is None else self.rotary.applying(range(reading.columns))
+        with self.prefetcher.start(LayerPlan(prefixes, deadline, split=True)) as stream:
+            for part in stream.parts():
+                for number, hits in enumerate(stream.hit_prefixes):
+                    reading.limit(number, hits)
                 if reading.hopeless:
                     return False
-                self._scatter(group, reading)
-                waiting.popleft()
-                group.release()
-        except PoolExhausted as error:
-            logger.warning("a prompt is not loaded: %s; buffer_pool_bytes may be too small", error)
-            return False
-        finally:
-            for group, completion in waiting:
-                completion.cancel()
-                group.release()
+                self._scatter(part, reading, embed)
+                for number, row in enumerate(reading.rows):  # the shortest row decides for all
+                    stream.limit(reading.usable(row), number)
+            return all(stream.hit_prefixes)
 
-    def _groups(self, reading: Reading) -> Iterator[Group]:
-        """The layers in order, in groups of growing size that fit the pool. A layer that does not fit is cut into
-        groups of some of its chunks. Chunks that cannot be used any more are left out as soon as that is known."""
-        most = max(self.store.pool.nbytes // 4, 1)
-        target = _FIRST_GROUP_BYTES
-        layer = 0
-        while layer < self.layout.num_layers:
-            chunks = [(n, chunk) for n, row in enumerate(reading.rows) for chunk in range(reading.usable(row))]
-            sizes = [_paged(self._chunk_spec(reading, *each).sizes[0]) for each in chunks]
-            per_layer = sum(sizes)
-            count = 1
-            if per_layer <= most:
-                count = min(max(1, min(target, most) // per_layer), self.layout.num_layers - layer)
-                yield Group(layer, count, chunks)
-            else:
-                begin = total = 0
-                for index, size in enumerate(sizes):
-                    if index > begin and total + size > most:
-                        yield Group(layer, 1, chunks[begin:index])
-                        begin, total = index, 0
-                    total += size
-                yield Group(layer, 1, chunks[begin:])
-            layer += count
-            target *= _GROUP_GROWTH
-
-    def _acquire(self, group: Group, reading: Reading, deadline: float, may_wait: bool) -> bool:
-        """Pool memory for a group; False if there is none now and another group will give some back."""
-        specs = [self._chunk_spec(reading, *each) for each in group.chunks]
-        sizes = [sum(spec.sizes[group.first : group.first + group.count]) for spec in specs]
-        try:
-            timeout = 0 if may_wait else max(0.0, deadline - time.monotonic())
-            group.buffers = self.store.pool.acquire_many(sizes, timeout)
-        except PoolExhausted:
-            if may_wait:
-                return False
-            raise
-        return True
-
-    def _submit(self, group: Group, reading: Reading, deadline: float) -> Completion[Sequence[Outcome]]:
-        wants = [
-            Want(
-                reading.rows[number].keys[chunk],
-                buffer.view,
-                self._chunk_spec(reading, number, chunk),
-                group.first,
-                group.count,
-                buffer,
-            )
-            for (number, chunk), buffer in zip(group.chunks, group.buffers, strict=True)
-        ]
-        try:
-            return self.store.submit_get(wants, priority=Priority.DEMAND, deadline=deadline)
-        except BaseException:  # a store that was closed: nobody else knows the buffers yet
-            group.release()
-            raise
-
-    def _scatter(self, group: Group, reading: Reading) -> None:
+    def _scatter(self, part: LoadedPart, reading: Reading, embed: Rotation | None) -> None:
         """The one copy on the way in: from pool memory, transposed to head-major, onto the model's device."""
         shape = (len(reading.rows), self.layout.num_kv_heads, reading.columns, self.layout.head_dim)
         make = torch.zeros if any(row.begin for row in reading.rows) else torch.empty
-        for number in range(group.count):
-            if group.first + number == len(reading.tensors):  # else its first chunks came with another group
+        for layer in range(part.first, part.first + part.count):
+            if layer == len(reading.tensors):  # else its first chunks came with another part
                 keys, values = (make(shape, dtype=self.dtype, device=self.device) for _ in range(2))
                 reading.tensors.append((keys, values))
-            keys, values = reading.tensors[group.first + number]
-            for (row_number, chunk), buffer in zip(group.chunks, group.buffers, strict=True):
-                if not reading.needs(row_number, chunk):
-                    continue
-                row = reading.rows[row_number]
-                tokens = self._chunk_tokens(row, chunk)
-                size = buffer.nbytes // group.count
-                key, value = self._tensors(buffer.view[number * size : (number + 1) * size], tokens)
-                begin = row.begin + chunk * reading.size
-                end = min(begin + tokens, reading.columns)
-                keys[row_number, :, begin:end] = key[: end - begin].transpose(0, 1)
-                values[row_number, :, begin:end] = value[: end - begin].transpose(0, 1)
+            keys, values = reading.tensors[layer]
+            for number, row in enumerate(reading.rows):
+                for index, segment in zip(part.chunks(number), part.views(layer, number), strict=True):
+                    if not reading.needs(number, index):
+                        continue
+                    piece = row.pieces[index]
+                    key, value = self._tensors(segment, piece.tokens)
+                    begin = row.begin + piece.position
+                    end = min(begin + piece.length, reading.columns)
+                    wanted = slice(piece.first, piece.first + end - begin)
+                    into = keys[number, :, begin:end].transpose(0, 1)
+                    if embed is None:
+                        into.copy_(key[wanted])
+                    else:
+                        embed.part(piece.position, piece.position + end - begin)(key[wanted].to(self.device), out=into)
+                    values[number, :, begin:end] = value[wanted].transpose(0, 1)
 
     def _cache(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
         cache = DynamicCache(config=self._full_config)
@@ -409,13 +406,6 @@ class KVCacheStore:
 
     def _spec(self, tokens: int) -> RecordSpec:
         return kv_spec(self.layout, self.context.dtype, tokens)
-
-    def _chunk_spec(self, reading: Reading, number: int, chunk: int) -> RecordSpec:
-        return self._spec(self._chunk_tokens(reading.rows[number], chunk))
-
-    def _chunk_tokens(self, row: Row, chunk: int) -> int:
-        size = self.store.config.chunk_size
-        return min(size, row.tokens - chunk * size)
 
     def _tensors(self, segment: memoryview, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[tokens, kv_heads, head_dim]` over the memory of a layer segment."""
@@ -435,7 +425,7 @@ class KVCacheStore:
                 chunk_size=self.store.config.chunk_size,
                 save_unfull_chunk=self.store.config.save_unfull_chunk,
             )
-            rows.append(Row(begin, end - begin, keys))
+            rows.append(Row.of(begin, end - begin, keys, self.store.config.chunk_size))
         return rows
 
     def _check_cache(self, cache: Any, batch: int) -> int:
@@ -461,10 +451,6 @@ class KVCacheStore:
                 raise ConfigError(f"layer {number} of the cache holds {tokens} tokens, layer 0 {held}")
             held = tokens
         return held
-
-
-def _paged(nbytes: int) -> int:
-    return -(-nbytes // _POOL_PAGE) * _POOL_PAGE
 
 
 def _only_outcome(completion: Completion[Sequence[Outcome]]) -> Outcome:

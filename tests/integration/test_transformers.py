@@ -14,6 +14,7 @@ import pytest
 
 import kvstore
 from kvstore.errors import ConfigError, TransientError
+from kvstore.prefetch import Prefetcher
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from kvstore.testing.models import default_model_folder, tiny_model
 from tests.faults.support import items, store_over
@@ -484,9 +485,25 @@ def test_on_error_raise_raises_after_all_chunks_were_tried() -> None:
         assert kv.save(ids, forward(model, ids)).existing == 3
 
 
+def test_models_share_a_prefetcher_of_their_store() -> None:
+    one, other = tiny_model("llama", seed=0), tiny_model("qwen2", seed=1)
+    ids = prompt(64)
+    with make_store() as store, make_store() as another:
+        prefetcher = Prefetcher(store, budget_bytes=8192)
+        for model in (one, other):
+            kv = KVCacheStore(store, model, prefetcher=prefetcher)
+            cache = forward(model, ids)
+            kv.save(ids, cache)
+            loaded, hit = kv.load(ids)
+            assert hit == 63
+            assert_same(loaded, cache, 63)
+        assert 0 < prefetcher.stats()["peak_bytes"] <= 8192
+        with pytest.raises(ConfigError, match="another store"):
+            KVCacheStore(another, one, prefetcher=prefetcher)
+
+
 @pytest.mark.parametrize("missing", [0, 2])
-def test_what_misses_is_not_read_in_later_layers(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
-    monkeypatch.setattr(integration, "_FIRST_GROUP_BYTES", 1)
+def test_what_misses_is_not_read_in_later_layers(missing: int) -> None:
     layers = 8  # one group each
     model = tiny_model("llama", num_hidden_layers=layers)
     ids = prompt(100)
@@ -500,7 +517,8 @@ def test_what_misses_is_not_read_in_later_layers(monkeypatch: pytest.MonkeyPatch
         known = FaultyBackend(backend, {"stat": []})
         known.stat = lambda keys, *, deadline: [kvstore.Outcome(kvstore.Status.OK)] * len(keys)  # type: ignore[method-assign]
         with store_over(known, chunk_size=CHUNK, buffer_pool_bytes=1 << 20) as hopeful:
-            loaded, hit = KVCacheStore(hopeful, model).load(ids)
+            prefetcher = Prefetcher(hopeful, first_group_bytes=1)
+            loaded, hit = KVCacheStore(hopeful, model, prefetcher=prefetcher).load(ids)
             assert hit == missing * CHUNK
             # Two groups were under way; a get may read the header besides.
             assert 1 <= known.count("get", keys[5]) <= 4

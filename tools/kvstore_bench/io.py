@@ -246,7 +246,7 @@ class _Run:
         tiny = [target for target, _ in pairs if target.scheme == "store_memory"]
         self.total = per_target * sum(target not in tiny for target, _ in pairs) + 2 * len(tiny)
         room = max(self.plan.region_bytes, TINY_BATCH * 4096, 16 * MIB)
-        shared = any(isinstance(place, NodePlace) for _, place in pairs)
+        shared = any(isinstance(place, NodePlace) and place.transport in ("shm", "auto") for _, place in pairs)
         self.regions = Region(room, shared=shared), Region(room, shared=shared)
         for target, place in pairs:
             if isinstance(target, BackendTarget):

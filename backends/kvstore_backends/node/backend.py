@@ -11,6 +11,7 @@ from kvstore.backend import EXISTS, MISS, OK, Backend, Capability, KeyInfo, Limi
 from kvstore.buffers import Buffer, Slab
 from kvstore.errors import KVStoreError, TransientError
 from kvstore.keys import Key
+from kvstore.metrics import Metrics
 from kvstore.registry import BackendURL
 from kvstore.wrappers.base import LocalWait
 
@@ -59,7 +60,7 @@ class NodeBackend(Backend):
         self.settings = settings
         self.identity = ("node", settings.path, settings.namespace, frozenset(m.address for m in settings.members))
         self.pool = Pool(settings, source, dial or dialler(settings))
-        self.metrics = self.pool.metrics
+        self.metrics: Metrics = self.pool.metrics
         self._margin = Margin()
         self.repairer = Repairer(
             self.name, rate=settings.repair_rate, memory=settings.repair_memory, metrics=self.metrics
