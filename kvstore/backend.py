@@ -163,6 +163,7 @@ class Capability(enum.Flag):
     RANGED_READ = enum.auto()  # an offset or a short dst costs about what it transfers
     NATIVE_BATCH = enum.auto()  # one call with many items is cheaper than many calls
     REGISTERED_MEMORY = enum.auto()  # uses `register`
+    MAPPED_MEMORY = enum.auto()  # the other side reads registered memory that is a memfd in place: see `Slab(shared=)`
     LEASE = enum.auto()  # `lease` hands out stored records without copying
     LIST = enum.auto()  # `list` works
     TTL = enum.auto()  # expires records by itself

@@ -16,6 +16,7 @@ import bisect
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import sys
@@ -324,6 +325,23 @@ class _FreeList:
             self._add(start + nbytes, size - nbytes)
         return start
 
+    def take_many(self, nbytes: int, count: int) -> list[int]:
+        """As `take`, up to `count` times, in fewer steps: where one run has room for several, that is also where `take`
+        would take them, one behind the other."""
+        starts: list[int] = []
+        while len(starts) < count:
+            index = bisect.bisect_left(self.by_size, (nbytes, -1))
+            if index == len(self.by_size):
+                break
+            size, start = self.by_size.pop(index)
+            del self.by_start[start]
+            del self.by_end[start + size]
+            end = start + nbytes * min(size // nbytes, count - len(starts))
+            starts += range(start, end, nbytes)
+            if start + size > end:
+                self._add(end, start + size - end)
+        return starts
+
     def put(self, start: int, nbytes: int) -> None:
         end = start + nbytes
         if (size := self.by_start.get(end)) is not None:
@@ -477,11 +495,13 @@ class BufferPool:
     def _take(self, sizes: Sequence[int], spans: Sequence[int]) -> list[Buffer] | None:
         """Allocate all or nothing; called with the lock held."""
         got: list[tuple[int, int, int]] = []
-        for span in spans:
+        for span, alike in itertools.groupby(spans):  # most records of a batch have one size
+            left = len([*alike])
             for index, free in enumerate(self._free):
-                start = free.take(span)
-                if start is not None:
-                    got.append((index, start, span))
+                starts = free.take_many(span, left)
+                got += [(index, start, span) for start in starts]
+                left -= len(starts)
+                if not left:
                     break
             else:
                 for index, start, taken in got:

@@ -64,7 +64,8 @@ class Machinery:
                 undo.callback(backend.close)
             codec = codec_by_name(config.remote_serde)
             self.targets, placement = self._open_targets(backends, undo)
-            self.pool = BufferPool(config.buffer_pool_bytes)
+            shared = any(target.capabilities & Capability.MAPPED_MEMORY for target in self.targets)
+            self.pool = BufferPool(config.buffer_pool_bytes, shared=shared)
             undo.callback(self.pool.close)
             for target in self.targets:
                 if target.capabilities & Capability.REGISTERED_MEMORY:

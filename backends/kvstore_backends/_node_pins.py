@@ -13,7 +13,7 @@ from kvstore.errors import KVStoreError, PermanentError, PoolExhausted
 from kvstore.keys import Key
 from kvstore_transport.seam import Incoming
 
-from ._memory_reservation import Record, span
+from ._memory_reservation import Record, span, spans
 from ._node_gate import Pass
 from ._node_space import Space
 from .node.protocol import Code, Status
@@ -151,6 +151,5 @@ def _sizes(
 
 def _charge(records: Sequence[Record | None]) -> tuple[int, int]:
     """(bytes of memory that a reader of `records` holds, how many records they are)."""
-    held = {*records}
-    held.discard(None)
-    return sum(span(record.found[1]) for record in held if record is not None), len(held)
+    sizes = [record.found[1] for record in {*records} if record is not None]
+    return spans(sizes), len(sizes)

@@ -24,7 +24,7 @@ from kvstore.keys import Key
 from kvstore_transport.errors import TransportError
 from kvstore_transport.seam import Answer, Incoming
 
-from ._memory_reservation import Record, Reservation, span
+from ._memory_reservation import Record, Reservation, span, spans
 from ._node_pins import LEAVE_S, Refused, code_of, pin
 from ._node_session import Cursor, Cursors, Session, Sessions, Ticket
 from ._node_space import Space
@@ -196,7 +196,7 @@ class Service:
             reservation.close()
             _count_codes(space, codes)
             return Answer(Status.OK, _pack(incoming, codes, [0] * len(codes), notes))
-        charge = sum(map(span, reservation.sizes)) + spare
+        charge = spans(reservation.sizes) + spare
         held = space.gate.enter(incoming.peer.client, charge, min(incoming.deadline, time.monotonic() + LEAVE_S))
         if held is None:
             reservation.close()
@@ -208,10 +208,13 @@ class Service:
             if reservation.places:
                 until = min(incoming.deadline, time.monotonic() + _ROOM_S)
                 with_room = [index for wave in reservation.rooms(until) for index in wave]
-            for place in reservation.places:
-                codes[place] = Code.FULL
-            for index in with_room:
-                codes[reservation.places[index]] = Code.WANTED
+            if len(with_room) == len(keys):
+                codes = [Code.WANTED] * len(keys)
+            else:
+                for place in reservation.places:
+                    codes[place] = Code.FULL
+                for index in with_room:
+                    codes[reservation.places[index]] = Code.WANTED
             if final:
                 return self._receive_all(incoming, space, reservation, with_room, sizes, codes, notes)
             _count_codes(space, codes)
@@ -247,6 +250,9 @@ class Service:
             below = space.disk.sizes([keys[place] for place in absent], incoming.deadline)
             space.disk.touch([keys[place] for place, found in zip(absent, below, strict=True) if found.ok])
             absent = [place for place, found in zip(absent, below, strict=True) if not found.ok]
+        wanted = [sizes[place] for place in absent]
+        if wanted and max(wanted) <= largest and spans(wanted) <= most:  # all, as nearly always
+            places, absent = absent, []
         for place in absent:
             if sizes[place] > largest:
                 codes[place] = Code.TOO_LARGE
@@ -303,7 +309,7 @@ class Service:
         if space.disk is not None:
             stored = [index for index in indices if index not in lost]
             space.disk.backlog.offer([reservation.keys[i] for i in stored], [reservation.parents[i] for i in stored])
-        return [Code.EXISTS if index in lost else Code.OK for index in indices]
+        return [Code.EXISTS if index in lost else Code.OK for index in indices] if lost else [Code.OK] * len(indices)
 
     def _data(self, incoming: Incoming, space: Space, session: Session) -> Answer:
         ticket = session.give(unpack_data(incoming.meta))
@@ -422,7 +428,8 @@ def _pack(incoming: Incoming, codes: Sequence[int], sizes: Sequence[int], notes:
 
 
 def _count_codes(space: Space, codes: Sequence[int], sizes: Sequence[int] = ()) -> None:
-    stored = [n for code, n in zip(codes, sizes, strict=False) if code == Code.OK]
+    fine = Code.OK
+    stored = [n for code, n in zip(codes, sizes, strict=False) if code == fine]
     space.count(
         puts=len(stored), bytes_in=sum(stored), exists=codes.count(Code.EXISTS),
         refused=codes.count(Code.FULL) + codes.count(Code.TOO_LARGE),

@@ -20,7 +20,7 @@ from .moving import Mover
 from .reading import TierReader
 from .removing import TierRemover
 from .tier import COUNTS, Tier
-from .workers import Background
+from .workers import DROP_WAIT_S, Background
 from .writing import TierWriter
 
 __all__ = ["TIER_METRICS", "TieredBackend"]
@@ -31,7 +31,7 @@ _OF_ALL = (
     Capability.RANGED_READ | Capability.NATIVE_BATCH | Capability.LIST | Capability.SHARED | Capability.CAPACITY
     | Capability.LANDING
 )  # fmt: skip
-_OF_ANY = Capability.LEASE | Capability.REGISTERED_MEMORY
+_OF_ANY = Capability.LEASE | Capability.REGISTERED_MEMORY | Capability.MAPPED_MEMORY
 
 TIER_METRICS: tuple[Metric, ...] = (
     Metric("kvstore_tier_events_total", "counter", "What happened in a tier, by what it was (see docs/tiers.md).",
@@ -188,12 +188,13 @@ class TieredBackend(Backend):
         self._check("pin")
         keys = [*keys]
         h = self._hierarchy
-        with h.lock:
+        with h.changed:
             for key in keys:
                 h.pins[key] = h.pins.get(key, 0) + 1
             for tier in self.tiers:
                 if tier.policy is not None:
                     tier.policy.pin(keys)
+            h.wait_dropped_locked(h.pins, time.monotonic() + DROP_WAIT_S)
 
     def unpin(self, keys: Iterable[Key]) -> None:
         """Take one pin from each; a key that has none is ignored."""

@@ -203,10 +203,11 @@ class HedgedBackend(Wrapper):
 
     @property
     def capabilities(self) -> Capability:  # type: ignore[override]
-        """The primary's, and `REGISTERED_MEMORY` if the alternate has it: memory must be made known to both. Not
+        """The primary's, and what concerns `register` if the alternate has it: memory must be made known to both. Not
         `LANDING`: bytes may come from either, through scratch memory."""
         own = self._inner.capabilities & ~Capability.LANDING
-        return own | (self._alternate.capabilities & Capability.REGISTERED_MEMORY)
+        both = Capability.REGISTERED_MEMORY | Capability.MAPPED_MEMORY
+        return own | (self._alternate.capabilities & both)
 
     def _after_fork(self) -> None:
         # The threads are in the parent, and the pool's lock may have been held by one of them.

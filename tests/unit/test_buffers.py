@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.buffers import CANARY, Buffer, BufferPool
+from kvstore.buffers import CANARY, Buffer, BufferPool, _FreeList
 from kvstore.errors import ClosedError, ConfigError, PoolExhausted
 
 PAGE = 4096
@@ -487,3 +487,30 @@ def test_many_threads() -> None:
 
         assert min(threads.map(work, range(6))) > 10
         assert idle(pool)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=40),
+    st.integers(1, 40), st.integers(1, 20),
+)  # fmt: skip
+def test_many_places_at_once_are_those_of_one_after_the_other(
+    before: list[tuple[int, bool]], nbytes: int, count: int
+) -> None:
+    one, many = _FreeList(600), _FreeList(600)
+    taken = []
+    for size, kept in before:  # holes
+        places = one.take(size), many.take(size)
+        assert places[0] == places[1]
+        if places[0] is not None and not kept:
+            taken.append((places[0], size))
+    for start, size in taken:
+        one.put(start, size)
+        many.put(start, size)
+    expected = []
+    for _ in range(count):
+        start = one.take(nbytes)
+        if start is None:
+            break
+        expected.append(start)
+    assert many.take_many(nbytes, count) == expected
+    assert (many.by_size, many.by_start, many.by_end) == (one.by_size, one.by_start, one.by_end)

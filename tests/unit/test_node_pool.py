@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore import Item
 from kvstore.backend import Outcome, Read, Status, Write
 from kvstore.errors import ClosedError, ConfigError, TransientError
 from kvstore.keys import Key
 from kvstore.metrics import Metrics
 from kvstore.placement import Placement
+from kvstore.record import opaque_spec
 from kvstore.wrappers import BreakerBackend, BreakerState, wrap
 from kvstore.wrappers.base import LocalWait
 from kvstore_backends.node import NodeBackend
@@ -414,6 +417,21 @@ def test_a_store_over_a_pool() -> None:
         assert store.hit_prefix([*records]) == 20
         breakers = store.stats()["metrics"]["kvstore_breaker_changes_total"]["series"]
         assert f"node {lost.address}" in {series["labels"]["backend"] for series in breakers}
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_stores_pool_is_mapped_for_a_node_that_reads_it_in_place(transport: str) -> None:
+    """Over shared memory the node copies a put from the pool itself, and needs no socket for its bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as folder:
+        node = NodeServer(unix_path=Path(folder) / "s", memory_bytes=MEMORY)
+        with node, kvstore.open_store(f"node://{node.address}?transport={transport}") as store:
+            assert (store.pool.slabs[0].fd is not None) == (transport == "shm")
+            spec = opaque_spec(300_000)
+            with store.pool.acquire(spec.raw_bytes) as buffer:
+                buffer.view[:] = data(spec.raw_bytes)
+                item = Item(key("k"), spec.split(buffer.view), spec, hold=buffer)
+                assert store.submit_put([item]).result()[0].ok
+            assert store.get_many([key("k")]) == [data(spec.raw_bytes)]
 
 
 def test_wrapped_by_the_standard_stack_a_lost_node_slows_nobody() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.keys import Key
+from kvstore_backends._memory_reservation import span, spans
 from kvstore_backends.node.protocol import (
     MAX_ITEMS,
     Code,
@@ -115,3 +116,8 @@ def test_what_makes_no_sense_is_malformed() -> None:
 def test_a_number_that_does_not_fit_is_no_request(number: int) -> None:
     with pytest.raises(ValueError, match="cannot be sent"):
         pack_get(keys_of(1), [number], [1])
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=50))
+def test_what_a_batch_occupies_is_the_sum_of_its_records(sizes: list[int]) -> None:
+    assert spans(sizes) == sum(map(span, sizes))

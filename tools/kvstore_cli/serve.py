@@ -7,6 +7,7 @@ requests under way end, writes what waits for the disk, and ends with status 0. 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -79,6 +80,7 @@ def _serve(config: str, as_json: bool, **_: object) -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     stop = _stop_on_signals()
     with open_node(settings) as node:
+        gc.freeze()  # modules and the like stay for ever: a full collection need not look at them, a tenth of the CPU
         _announce(node, settings, as_json=as_json)
         stop.wait()
         node.close(settings.server["drain_timeout"])

@@ -74,7 +74,7 @@ class NodeCalls(Backend):
             | Capability.REGISTERED_MEMORY
         )
         if self.shared_memory:
-            found |= Capability.LEASE
+            found |= Capability.LEASE | Capability.MAPPED_MEMORY
         for fact, flag in (("durable", Capability.DURABLE), ("ttl", Capability.TTL), ("capacity", Capability.CAPACITY)):
             if self.facts.get(fact):
                 found |= flag

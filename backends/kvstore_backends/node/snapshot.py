@@ -21,7 +21,7 @@ _HEDGED_SHARE = 0.05
 
 _ALWAYS = Capability.RANGED_READ | Capability.NATIVE_BATCH | Capability.LIST | Capability.SHARED
 _OF_ALL = Capability.DURABLE | Capability.TTL | Capability.CAPACITY
-_OF_ANY = Capability.LEASE | Capability.REGISTERED_MEMORY
+_OF_ANY = Capability.LEASE | Capability.REGISTERED_MEMORY | Capability.MAPPED_MEMORY
 
 
 class Former:
