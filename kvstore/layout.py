@@ -2,7 +2,8 @@
 
 A layer segment holds K and then V of one layer of one chunk. K is `[tokens, num_kv_heads, head_dim]`, V is
 `[tokens, num_kv_heads, v_head_dim]`, both token-major and contiguous, in the layout's dtype, K after the rotary
-embedding (before it where the key context says `rope=pre`). Multi-head latent attention (MLA) has one latent vector per token instead: `[tokens, 1, head_dim]`, no V.
+embedding (before it where the key context says `rope=pre`). Multi-head latent attention (MLA) has one latent vector per
+token instead: `[tokens, 1, head_dim]`, no V.
 Every engine integration converts to this one order while it copies, so that all engines find the same records.
 """
 

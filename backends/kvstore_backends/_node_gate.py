@@ -7,7 +7,9 @@ client and for all together, so that the rest of the pool always serves the othe
       general  7/8      for any request
       reserve  1/8      for small ones only, when there is no room for them in general: however many large answers
                         stick, small ones get through
-    per client          at most a quarter of the total, of which a quarter of the reserve
+    per client          at most a quarter of the total, of which a quarter of the reserve; half of it by leases
+
+Leases last as long as their holder likes: beyond half, his own reads and writes would wait for them in vain.
 """
 
 from __future__ import annotations
@@ -50,13 +52,14 @@ class _Part:
 class Pass:
     """Leave to hold `nbytes`. `leave` gives it back, once; calling it again does nothing."""
 
-    __slots__ = ("_client", "_gate", "_part", "nbytes")
+    __slots__ = ("_client", "_gate", "_part", "lent", "nbytes")
 
     def __init__(self, gate: Gate, part: _Part, client: bytes, nbytes: int) -> None:
         self._gate = gate
         self._part = part
         self._client = client
         self.nbytes = nbytes
+        self.lent = 0
 
     def leave(self) -> None:
         self._gate._leave(self)
@@ -99,6 +102,7 @@ class Gate:
         self._lock = threading.Lock()
         self._large: deque[_Turn] = deque()
         self._small: deque[_Turn] = deque()
+        self._lent: dict[bytes, int] = {}  # bytes that each client holds by leases
         self._held_up = False  # a large request waits for room, and small ones must not take it
         self._closed = False
 
@@ -140,6 +144,27 @@ class Gate:
                 self._give_up(turn, turns)
             return turn.given
 
+    def lend(self, client: bytes, nbytes: int, deadline: float) -> Pass | None:
+        """As `enter`, for a lease. None at once beyond the half of a client's limit that his leases may hold; a single
+        one may hold more."""
+        with self._lock:
+            before = self._lent.get(client, 0)
+            if before and before + nbytes > self.per_client // 2:
+                return None
+            self._lent[client] = before + nbytes
+        given = self.enter(client, nbytes, deadline)
+        if given is None:
+            with self._lock:
+                self._returned(client, nbytes)
+                self._serve()
+        else:
+            given.lent = nbytes
+        return given
+
+    def room(self, client: bytes) -> int:
+        """Bytes that requests of `client` may hold beside his leases."""
+        return max(1, self.per_client // 2, self.per_client - self._lent.get(client, 0))
+
     def close(self) -> None:
         """Nobody enters any more, and who waits is sent away."""
         with self._lock:
@@ -153,9 +178,17 @@ class Gate:
         turns.remove(turn)
         self._serve()  # it may have been in the way of others
 
+    def _returned(self, client: bytes, nbytes: int) -> None:
+        left = self._lent.get(client, 0) - nbytes
+        if left > 0:
+            self._lent[client] = left
+        else:
+            self._lent.pop(client, None)
+
     def _at_limit(self, client: bytes, nbytes: int) -> bool:
         mine = self._general.clients.get(client, 0) + self._reserve.clients.get(client, 0)
-        return mine + min(nbytes, self.per_client) > self.per_client
+        lent, room = self._lent.get(client, 0), self.room(client)
+        return mine - lent + min(nbytes, room) > room
 
     def _part_for(self, client: bytes, nbytes: int) -> _Part | None:
         """The part that has room."""
@@ -178,6 +211,9 @@ class Gate:
         with self._lock:
             nbytes, given.nbytes = given.nbytes, 0
             given._part.add(given._client, -nbytes)
+            lent, given.lent = given.lent, 0
+            if lent:
+                self._returned(given._client, lent)
             if self._large or self._small:
                 self._serve()
 

@@ -23,6 +23,8 @@ __all__ = ["LEAVE_S", "Pins", "Refused", "code_of", "pin"]
 LEAVE_S = 60.0
 """Longest wait for leave to hold memory, in seconds, even if the deadline is later."""
 
+_LEASE_LEAVE_S = 0.1  # and for a lease: it is refused well before its deadline, which would cost the connection
+
 
 class Refused(Exception):
     """The whole request is answered with `status`."""
@@ -67,8 +69,8 @@ def pin(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     records = store.find(keys, "get")
     if space.disk is None or None not in records:
         charge, count = _charge(records)
-        if charge <= space.gate.per_client or count == 1:
-            held = space.gate.enter(client, charge, 0.0)
+        if charge <= space.gate.room(client) or count == 1:
+            held = (space.gate.lend if incoming.leasing else space.gate.enter)(client, charge, 0.0)
             if held is not None:
                 return Pins(space, held, records, records, {})
     store.let_go(records)
@@ -78,6 +80,7 @@ def pin(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
 def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     notes: dict[int, tuple[Code, str]] = {}
     failures: dict[Key, KVStoreError] = {}
+    client, room = incoming.peer.client, space.gate.room(incoming.peer.client)
     sizes = _sizes(space, keys, failures, incoming.deadline)
     # No more than one client may ever hold: the first record, and those after it that fit.
     wanted: dict[Key, None] = {}
@@ -85,13 +88,17 @@ def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     for index, key in enumerate(keys):
         if key in wanted or key not in sizes:
             continue
-        if wanted and charge + span(sizes[key]) > space.gate.per_client:
-            text = f"more than {space.gate.per_client} bytes of the node's memory at a time: ask for fewer records"
+        if wanted and charge + span(sizes[key]) > room:
+            text = f"more than {room} bytes of the node's memory at a time: ask for fewer records"
             notes[index] = (Code.FAILED, text)
             continue
         wanted[key] = None
         charge += span(sizes[key])
-    held = space.gate.enter(incoming.peer.client, charge, min(incoming.deadline, time.monotonic() + LEAVE_S))
+    now = time.monotonic()
+    if incoming.leasing:
+        held = space.gate.lend(client, charge, now + min((incoming.deadline - now) / 2, _LEASE_LEAVE_S))
+    else:
+        held = space.gate.enter(client, charge, min(incoming.deadline, now + LEAVE_S))
     if held is None:
         raise Refused(Status.BUSY, f"no leave to hold {charge} bytes of memory came in time")
     found: dict[Key, Record] = {}

@@ -241,7 +241,7 @@ class Service:
         store = space.store
         places: list[int] = []
         largest = min(store.pool.largest, self._max_body)
-        most, total = min(space.gate.per_client, self._max_body), 0
+        most, total = min(space.gate.room(incoming.peer.client), self._max_body), 0
         with store.lock:
             store.check("put")
             there = store.look_locked(keys, use=True)

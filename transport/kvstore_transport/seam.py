@@ -211,8 +211,10 @@ class Incoming(ABC):
         deadline: the asker's, in our own `time.monotonic()` seconds.
         session: a dict of the connection, for the handler's own state; `on_close` in it (a callable) is called when
             the connection ended.
+        leasing: the body of the reply shall be left in shared memory, until the asker lets go of it.
     """
 
+    leasing = False
     peer: Peer
     op: int
     meta: bytes

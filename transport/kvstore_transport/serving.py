@@ -358,6 +358,7 @@ class _Incoming(Incoming):
         self.body_nbytes = header.body_nbytes
         self.deadline = time.monotonic() + header.budget_us / 1e6 if header.budget_us else math.inf
         self.session = session
+        self.leasing = bool(header.flags & LEASE)
         self.received = 0
         self._sums = agreed.sums
         self._limits = agreed.limits

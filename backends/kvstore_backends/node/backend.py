@@ -17,7 +17,7 @@ from kvstore.wrappers.base import LocalWait
 
 from .background import run_all
 from .dial import DialMember, dialler
-from .errors import NodeDown, NodeSilent, error_of
+from .errors import NodeDown, NodeSilent, error_of, for_another
 from .margin import Margin
 from .members import DnsSource, FileSource, FixedSource, Resolve, Source
 from .node import Node
@@ -325,7 +325,7 @@ class NodeBackend(Backend):
                         outcomes[at] = outcome  # of several errors the last that says more than "down"
                     if outcome.ok:
                         stored[at] = node
-                    elif error is not None and error.retryable:
+                    elif error is not None and for_another(error):
                         failed.setdefault(at, []).append(node)
                         if len(left[at]) > 1:
                             again[at] = left[at][1:]

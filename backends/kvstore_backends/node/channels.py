@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ Dial = Callable[[float], Channel]
 _IDLE_S = 60.0  # a connection that nobody needed for so long is closed
 _WARM_S = 0.05  # one that was used so lately is not looked at: if it has died since, the call says so
 _REFUSED_S = 2.0  # a node that would not have us is not asked again for so long
+_SCARCE_S = 1.0  # while this process has no descriptor free, the connections that are there do
 
 
 class Line:
@@ -65,6 +67,7 @@ class Channels:
         self._closed = False
         self._slabs: list[Slab] = []
         self._refused: tuple[float, PeerRefused] | None = None
+        self._scarce = 0.0  # until when no further connection is tried, as long as there is one
 
     def take(self, deadline: float, operation: str, *, fresh: bool = False) -> Line:
         """A connection for the calling thread alone; hand it to `give` or `drop`.
@@ -81,14 +84,21 @@ class Channels:
         if warm is not None:
             self._introduce(warm)
             return warm
-        dead: list[Line] = []
-        try:
-            line = self._turn(deadline, operation, fresh, dead)
-        finally:
-            for each in dead:
-                each.channel.close()
-        if line is None:
-            line = self._open(deadline, operation)
+        line: Line | None = None
+        while line is None:
+            dead: list[Line] = []
+            try:
+                line = self._turn(deadline, operation, fresh, dead)
+            finally:
+                for each in dead:
+                    each.channel.close()
+            if line is None:
+                try:
+                    line = self._open(deadline, operation)
+                except OSError as error:  # no fault of the node, which must not be taken for one that is down
+                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._lines:
+                        raise
+                    self._scarce = time.monotonic() + _SCARCE_S
         self._introduce(line)
         return line
 
@@ -120,7 +130,8 @@ class Channels:
                                 line.fresh = False
                                 return line
                             self._forget([line], dead)
-                        if len(self._lines) + self._opening < self._most:
+                        scarce = bool(self._lines) and time.monotonic() < self._scarce
+                        if len(self._lines) + self._opening < self._most and not scarce:
                             self._opening += 1
                             return None
                         if fresh and self._idle:  # all others are busy, and these have leases: one of these then

@@ -139,16 +139,14 @@ class NodeClient(NodeCalls):
         """One request; and further ones for what the node could not hold in its memory together with the rest (it
         counts whole records, of which we may want a part)."""
         outcomes = self._get_once(reads, keys, lengths, deadline)
-        left = [at for at, outcome in enumerate(outcomes) if outcome.error is not None and outcome.error.retryable]
+        left = _again(outcomes)
         while 0 < len(left) < len(outcomes) and time.monotonic() < deadline:
-            again = self._get_once(
+            some = self._get_once(
                 [reads[at] for at in left], [keys[at] for at in left], [lengths[at] for at in left], deadline
             )
-            rest = []
-            for at, outcome in zip(left, again, strict=True):
+            for at, outcome in zip(left, some, strict=True):
                 outcomes[at] = outcome
-                if outcome.error is not None and outcome.error.retryable:
-                    rest.append(at)
+            rest = [left[place] for place in _again(some)]
             if len(rest) == len(left):
                 break
             left = rest
@@ -179,7 +177,8 @@ class NodeClient(NodeCalls):
         return self.outcomes(landing.codes, landing.sizes, landing.notes, keys, "get")
 
     def lease(self, keys: Sequence[Key], *, deadline: float) -> list[Buffer | None]:
-        """One request per record that is there: a lease is of one record, wherever in the node's memory it lies."""
+        """One request per record that is there: a lease is of one record, wherever in the node's memory it lies. A node
+        that has no room for another one is not asked for those behind it."""
         self.check("lease")
         leases: list[Buffer | None] = [None] * len(keys)
         if not keys or time.monotonic() >= deadline:
@@ -191,21 +190,24 @@ class NodeClient(NodeCalls):
             if not self.shared_memory:
                 break
             if found.ok and found.nbytes <= largest:
-                leases[at] = self._lease(keys[at], found.nbytes, deadline)
+                leases[at], go_on = self._lease(keys[at], found.nbytes, deadline)
+                if not go_on:
+                    break
         return leases
 
-    def _lease(self, key: Key, nbytes: int, deadline: float) -> Buffer | None:
+    def _lease(self, key: Key, nbytes: int, deadline: float) -> tuple[Buffer | None, bool]:
+        """(the lease, if any; whether to ask for others)."""
         try:
             line = self.channels.take(deadline, "lease")
         except (*TROUBLE, TransientError):
-            return None
+            return None, False
         fine = False
         try:
             meta = pack_get([key], [0], [nbytes])
             leased = line.channel.call_leased(Op.GET, meta, deadline=deadline)
             if leased is None:
                 fine = True
-                return None
+                return None, True
             self.channels.hold(line, 1)
             lease = NodeLease(leased, lambda: self.channels.hold(line, -1))
             good = False
@@ -217,9 +219,9 @@ class NodeClient(NodeCalls):
             finally:
                 if not good:
                     lease.release()
-            return lease if good else None
+            return lease if good else None, leased.status == Status.OK
         except TROUBLE:
-            return None
+            return None, False
         finally:
             (self.channels.give if fine else self.channels.drop)(line)
 
@@ -268,6 +270,21 @@ class NodeClient(NodeCalls):
         return outcomes
 
     def _put(self, writes: Sequence[Write], sizes: Sequence[int], deadline: float) -> list[Outcome]:
+        """One request; and further ones for what the node could not hold in its memory together with the rest, as one
+        does that was started again with less memory than it last told us of."""
+        outcomes = self._put_once(writes, sizes, deadline)
+        left = _again(outcomes)
+        while 0 < len(left) < len(outcomes) and time.monotonic() < deadline:
+            some = self._put_once([writes[at] for at in left], [sizes[at] for at in left], deadline)
+            for at, outcome in zip(left, some, strict=True):
+                outcomes[at] = outcome
+            rest = [left[place] for place in _again(some)]
+            if len(rest) == len(left):
+                break
+            left = rest
+        return outcomes
+
+    def _put_once(self, writes: Sequence[Write], sizes: Sequence[int], deadline: float) -> list[Outcome]:
         """One request, or two: the question and the bytes."""
         if time.monotonic() >= deadline:
             return self.late("put", len(writes))
@@ -372,6 +389,11 @@ class NodeClient(NodeCalls):
 
     def __repr__(self) -> str:
         return f"<NodeClient {self.name!r}{', closed' * self.closed}>"
+
+
+def _again(outcomes: Sequence[Outcome]) -> list[int]:
+    """Those for which another try may help."""
+    return [at for at, outcome in enumerate(outcomes) if outcome.error is not None and outcome.error.retryable]
 
 
 def _answer(meta: bytes, count: int) -> tuple[int, list[Code], dict[int, str]]:

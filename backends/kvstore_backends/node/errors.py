@@ -19,7 +19,16 @@ from kvstore_transport.errors import (
 
 from .protocol import Code, Malformed, Status
 
-__all__ = ["NodeDown", "NodeSilent", "Trouble", "error_of", "item_outcome", "map_trouble", "refused_reply"]
+__all__ = [
+    "NodeDown",
+    "NodeSilent",
+    "Trouble",
+    "error_of",
+    "for_another",
+    "item_outcome",
+    "map_trouble",
+    "refused_reply",
+]
 
 Trouble = TransportError | OSError | Malformed | ValueError | TypeError | BufferError
 """What a call of a channel may raise, and what our own packing may."""
@@ -39,6 +48,12 @@ class NodeSilent(NodeDown):
     the others answered must be back with the caller before his deadline."""
 
     retryable = False
+
+
+def for_another(error: KVStoreError) -> bool:
+    """Whether another node may take what this one did not: it failed, or would not have us (a wrong token, another
+    version), which says nothing about the record."""
+    return error.retryable or isinstance(error.cause, PeerRefused | TransportUnavailable)
 
 
 def map_trouble(error: Trouble, *, backend: str, operation: str) -> KVStoreError:
