@@ -85,6 +85,11 @@ class EvictionPolicy(ABC):
         A policy that knows no time to live has none."""
         return iter(())
 
+    @property
+    def expires(self) -> bool:
+        """Whether `expired` can name any at all."""
+        return type(self).expired is not EvictionPolicy.expired
+
     def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
         """The scheduler's waiting queue, first to run first: the keys of each job in prefix order. Replaces what was
         announced before; an empty one ends it. A policy that does not look ahead ignores it."""

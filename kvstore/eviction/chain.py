@@ -48,10 +48,11 @@ class Queue:
     it joins `ready`, a heap by that number (which may hold outdated entries).
     """
 
-    __slots__ = ("label", "order", "ready")
+    __slots__ = ("label", "order", "ready", "weight")
 
     def __init__(self, label: int = 0) -> None:
-        self.label = label
+        self.label = label  # what the policy calls it
+        self.weight = 1.0  # … and what it makes of it
         self.order: OrderedDict[Key, Record] = OrderedDict()
         self.ready: list[tuple[int, Key]] = []
 
@@ -140,6 +141,7 @@ class ChainPolicy(EvictionPolicy):
         removed, and circles."""
         records, pins = self._records, self._pins
         held: dict[Key, int] = {}  # passed by this walk and left here: key -> number
+        cut: list[tuple[Record, Key]] = []  # child and parent, until the walk ends
         offered: list[Key] = []  # those of `held` that protect their parents although the owner let them be
         try:
             while True:
@@ -151,7 +153,10 @@ class ChainPolicy(EvictionPolicy):
                     if offered:
                         for key in offered:
                             if key not in pins and self._is(key, held.get(key)):
-                                self._unlink(records[key])
+                                record = records[key]
+                                if record.parent is not None:
+                                    cut.append((record, record.parent))
+                                    self._unlink(record)
                         offered.clear()
                     elif not self._break_cycles():
                         return
@@ -168,6 +173,9 @@ class ChainPolicy(EvictionPolicy):
                 else:
                     del held[key]
         finally:
+            for record, parent in cut:
+                if record.parent is None and records.get(record.key) is record:
+                    self._link(record, parent)
             for key, number in held.items():
                 if self._is(key, number):
                     self._make_ready(records[key])

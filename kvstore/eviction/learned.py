@@ -10,10 +10,10 @@ from .base import Clock, RecordInfo
 from .chain import ChainPolicy, Queue, Record
 from .reuse import Ghosts, ReuseModel, mix
 
-__all__ = ["LearnedPolicy"]
+__all__ = ["PARTIAL", "LearnedPolicy"]
 
 _USE_CLASSES = (0, 1, 2, 3, 4, 4, 5, 5, 5)  # class by number of uses after the first; more: below
-_PARTIAL = 8
+PARTIAL = 8
 _STREAK = 16
 
 
@@ -28,7 +28,8 @@ class LearnedPolicy(ChainPolicy):
 
     Classes are by the number of uses, with records that do not fill a chunk apart (the tail of a prompt is not seen
     again once the conversation goes on). A record that comes back soon after it was evicted has its uses again.
-    Within a class the least recently used is the lowest. See `kvstore.eviction.reuse` for the model.
+    Within a class the least recently used is the lowest. In a place so large that the oldest have lain for longer than
+    99 % of all reuse takes, it is LRU. See `kvstore.eviction.reuse` for the model.
 
     Args:
         trust: how far the differences between classes are believed, 0 to 1; see `ReuseModel`.
@@ -40,20 +41,21 @@ class LearnedPolicy(ChainPolicy):
 
     name = "learned"
 
-    def __init__(self, *, trust: float = 0.5, burst: float = 1.0, clock: Clock = time.monotonic) -> None:
+    def __init__(self, *, trust: float = 0.7, burst: float = 1.0, clock: Clock = time.monotonic) -> None:
         if not 0 <= trust <= 1:
             raise ConfigError(f"trust must be from 0 to 1, not {trust}")
         if not burst >= 0:
             raise ConfigError(f"burst must be at least 0 seconds, not {burst}")
         super().__init__(clock=clock)
         self._burst = burst
-        self._queues = [Queue(label) for label in range(_PARTIAL + 1)]
+        self._queues = [Queue(label) for label in range(PARTIAL + 1)]
         self._model = ReuseModel(len(self._queues), trust=trust)
         self._ghosts = Ghosts()
         self._full = 0  # tokens of a whole chunk: the most seen
-        self._best: Queue | None = None  # where the last victim came from,
-        self._bar = 0.0  # … the score up to which the next may come from there,
-        self._streak = 0  # … and how many may
+        # Records of one request are alike: where the last victim came from, up to which last use the next may come from
+        # there without looking elsewhere, and how many may.
+        self._best: Queue | None = None
+        self._until, self._streak = 0.0, 0
 
     def _arrive(self, record: Record, info: RecordInfo | None) -> None:
         mixed = mix(record.key)
@@ -63,9 +65,11 @@ class LearnedPolicy(ChainPolicy):
             if info.tokens > self._full:
                 self._full = info.tokens
             elif info.tokens < self._full and not uses:
-                label = _PARTIAL
-        self._model.used(mixed, record.last, label, len(self._records))
-        self._append(record, self._queue_of(label, record, info))
+                label = PARTIAL
+        queue = self._queue_of(label, record, info)
+        if not mixed & self._model.select:
+            self._model.used(mixed, record.last, queue.label, len(self._records))
+        self._append(record, queue)
 
     def _again(self, record: Record, info: RecordInfo | None) -> None:
         self._use(record, self._clock())
@@ -76,40 +80,56 @@ class LearnedPolicy(ChainPolicy):
             return
         record.uses += 1
         record.last = now
-        label = _class_of(record.uses)
-        self._model.used(mix(record.key), now, label, len(self._records))
-        self._append(record, self._queue_of(label, record, None))
+        queue = self._queue_of(_class_of(record.uses), record, None)
+        mixed = mix(record.key)
+        if not mixed & self._model.select:
+            self._model.used(mixed, now, queue.label, len(self._records))
+        self._append(record, queue)
 
     def _gone(self, record: Record) -> None:
         self._ghosts.remember(mix(record.key), record.uses + 1, len(self._records) + 1)
+
+    def _make_ready(self, record: Record) -> None:
+        super()._make_ready(record)
+        if record.queue is not self._best:
+            self._streak = 0  # it may be lower than what was compared
 
     def _queue_of(self, label: int, record: Record, info: RecordInfo | None) -> Queue:
         """The queue for a class. `info` is None when a record was used."""
         return self._queues[label]
 
-    def _score(self, queue: Queue, age: float) -> float:
-        return self._model.score(queue.label, age)
-
     def _pick(self) -> Record | None:
-        score, now = self._score, self._clock()
         queue = self._best
         if queue is not None and self._streak > 0:
             head = self._head(queue)
-            if head is not None and score(queue, now - head.last) <= self._bar:
+            if head is not None and head.last <= self._until:
                 self._streak -= 1
                 return head
-        best, lowest, second = None, float("inf"), float("inf")
+        score, now = self._model.score, self._clock()
+        best, lowest = None, float("inf")
+        oldest, next_oldest = None, float("inf")
         for queue in self._queues:
             if not queue.order and not queue.ready:
                 continue
             head = self._head(queue)
             if head is None:
                 continue
-            value = score(queue, now - head.last)
-            if value < lowest or (value == lowest and best is not None and head.last < best.last):
-                best, lowest, second = head, value, lowest
-            elif value < second:
-                second = value
-        if best is not None:
-            self._best, self._bar, self._streak = best.queue, second, _STREAK
+            last = head.last
+            if oldest is None or last < oldest.last:
+                next_oldest = next_oldest if oldest is None else oldest.last
+                oldest = head
+            elif last < next_oldest:
+                next_oldest = last
+            value = score(queue.label, now - last) * queue.weight
+            if value < lowest or (value == lowest and best is not None and last < best.last):
+                best, lowest = head, value
+        if oldest is None or best is None:
+            return None
+        # Where the oldest have lain for longer than nearly all reuse takes, there is nothing left to tell apart.
+        horizon = now - self._model.horizon
+        if oldest.last < horizon:
+            best, self._until = oldest, min(next_oldest, horizon)
+        else:
+            self._until = best.last
+        self._best, self._streak = best.queue, _STREAK
         return best

@@ -86,6 +86,11 @@ class LookAheadPolicy(EvictionPolicy):
         self._inner.pin([key for key in new if key not in old])
         self._inner.unpin([key for key in old if key not in new])
 
+    @property
+    def window(self) -> Container[Key]:
+        """What the waiting jobs in the window need, resident or not."""
+        return self._window
+
     def _cut(self, waiting: Sequence[Sequence[Key]]) -> dict[Key, None]:
         if self._limit is None:
             return dict.fromkeys(key for chain in waiting for key in chain)
@@ -129,6 +134,10 @@ class LookAheadPolicy(EvictionPolicy):
     def expired(self) -> Iterator[Key]:
         return self._inner.expired()
 
+    @property
+    def expires(self) -> bool:
+        return self._inner.expires
+
     def pin(self, keys: Iterable[Key]) -> None:
         keys = list(keys)
         self._inner.pin({key for key in keys if key not in self._pins})  # once, however often it is pinned here
@@ -167,7 +176,7 @@ class DefaultPolicy(LookAheadPolicy):
         *,
         window: int | None = None,
         last: bool = True,
-        trust: float = 0.5,
+        trust: float = 0.7,
         burst: float = 1.0,
         clock: Clock = time.monotonic,
     ) -> None:

@@ -17,15 +17,13 @@ from kvstore.keys import Key
 
 __all__ = ["Ghosts", "ReuseModel", "mix"]
 
-_MASK = (1 << 64) - 1
+_LATE = 0.01  # share of uses that is next to nothing
 _STEPS = 8  # entries of the table of scores per doubling of the age
 
 
 def mix(key: Key) -> int:
-    """64 bits that are spread evenly whatever the keys are, and the same in every process."""
-    value = int.from_bytes(key[-8:], "big") ^ int.from_bytes(key[:8], "little")
-    value = (value * 0x9E3779B97F4A7C15) & _MASK
-    return value ^ (value >> 29)
+    """64 bits of a key, the same in every process; evenly spread, as keys are digests."""
+    return int.from_bytes(key[24:], "big")
 
 
 class Ghosts:
@@ -33,28 +31,23 @@ class Ghosts:
     forgets by overwriting; it holds about four times as many as there were records."""
 
     def __init__(self) -> None:
-        self._slots = array("Q", bytes(8 * 1024))
-        self._bits = (1 << 10) - 1
+        self._slots = self._old = array("Q", bytes(8 * 1024))
 
     def remember(self, mixed: int, uses: int, residents: int) -> None:
-        """Args: the key's `mix`; uses (255 at most are kept apart); how many records there are."""
-        if 4 * residents > len(self._slots):
-            self._grow()
-        entry = (mixed & ~0xFF) | min(uses + 1, 255)
-        self._slots[(mixed >> 8) & self._bits] = entry
+        """Args: the key's `mix`; uses (254 at most are told apart); how many records there are."""
+        slots = self._slots
+        if 4 * residents > len(slots):  # nothing is moved: what is in the old one is looked up there
+            self._old, self._slots = slots, array("Q", bytes(16 * len(slots)))
+            slots = self._slots
+        slots[(mixed >> 8) & (len(slots) - 1)] = (mixed & ~0xFF) | min(uses + 1, 255)
 
     def recall(self, mixed: int) -> int:
         """Uses; 0 if it is not known."""
-        entry = self._slots[(mixed >> 8) & self._bits]
-        return (entry & 0xFF) - 1 if entry and not (entry ^ mixed) >> 8 else 0
-
-    def _grow(self) -> None:
-        old = self._slots
-        self._slots = array("Q", bytes(16 * len(old)))
-        self._bits = len(self._slots) - 1
-        for entry in old:
-            if entry:
-                self._slots[(entry >> 8) & self._bits] = entry
+        for slots in (self._slots, self._old):
+            entry = slots[(mixed >> 8) & (len(slots) - 1)]
+            if entry and not (entry ^ mixed) >> 8:
+                return (entry & 0xFF) - 1
+        return 0
 
 
 class ReuseModel:
@@ -76,11 +69,11 @@ class ReuseModel:
         self,
         classes: int,
         *,
-        trust: float = 0.5,
+        trust: float = 0.7,
         first: float = 1.0,
         growth: float = 1.55,
         buckets: int = 20,
-        sample: int = 32768,
+        sample: int = 16384,
     ) -> None:
         self._trust = trust
         self._edges = [0.0] + [first * growth**step for step in range(buckets - 1)]
@@ -89,13 +82,14 @@ class ReuseModel:
         self._classes = classes
         self._most = sample
         self._rate = 0  # keys are followed whose mix ends in so many zero bits
-        self._select = 0
+        self.select = 0  # a key is followed if its mix has none of these bits
         self._samples: OrderedDict[int, tuple[float, int]] = OrderedDict()  # mix -> (last use, class), oldest first
         self._used = [[0.0] * buckets for _ in range(classes)]  # uses again by age
         self._ages = [[0.0] * buckets for _ in range(classes)]  # … and the sum of those ages
         self._due = 256
         self._curve: list[float] | None = None  # score by 8·log2(1 + age), before the factor; None: nothing learned
         self.weights = [1.0] * classes
+        self.horizon = math.inf  # seconds; next to nothing is used again after lying for longer
 
     def score(self, label: int, age: float) -> float:
         """The lower, the earlier it should go. Before anything is learned: by age alone."""
@@ -108,14 +102,12 @@ class ReuseModel:
         return curve[place] * self.weights[label]
 
     def used(self, mixed: int, now: float, label: int, residents: int) -> None:
-        """A record was used at `now` (or came for the first time) and has this class from now on.
+        """A record that is followed was used at `now` (or came for the first time) and has this class from now on.
 
         Args:
-            mixed: `mix` of its key.
+            mixed: `mix` of its key, with no bit of `select`.
             residents: how many records there are.
         """
-        if mixed & self._select:
-            return
         samples = self._samples
         before = samples.pop(mixed, None)
         if before is not None:
@@ -131,8 +123,8 @@ class ReuseModel:
                 samples.popitem(last=False)
             if len(samples) > self._most:
                 self._rate += 1
-                self._select = (1 << self._rate) - 1
-                for key in [key for key in samples if key & self._select]:
+                self.select = (1 << self._rate) - 1
+                for key in [key for key in samples if key & self.select]:
                     del samples[key]
                 for table in (*self._used, *self._ages):
                     table[:] = [value / 2 for value in table]
@@ -170,9 +162,16 @@ class ReuseModel:
             exposure.append(row)
         events = [sum(row[place] for row in self._used) for place in range(buckets)]
         lain = [sum(row[place] for row in exposure) for place in range(buckets)]
-        if sum(events) >= 32:
+        total = sum(events)
+        if total >= 32:
             hazard = [(events[place] + 1e-6) / (lain[place] + 1.0) for place in range(buckets)]
             self._curve = self._table(self._gittins(hazard))
+            self.horizon, late = math.inf, 0.0
+            for place in range(last, 0, -1):
+                late += events[place]
+                if late > _LATE * total:
+                    break
+                self.horizon = edges[place]
             prior = 20.0
             for label in range(self._classes):
                 expected = sum(exposure[label][place] * hazard[place] for place in range(buckets))

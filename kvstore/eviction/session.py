@@ -132,10 +132,8 @@ class SessionPolicy(ChainPolicy):
             if turns > session.turns:
                 session.turns, changed = turns, True
                 self._turns = max(self._turns, turns)
-            if ttl is not None and ttl != session.ttl:
-                if not ttl > 0:
-                    raise ConfigError(f"ttl must be more than 0 seconds, not {ttl}")
-                session.ttl, changed = ttl, True
+            if ttl is not None and ttl != session.ttl:  # 0 or less: at once
+                session.ttl, changed = max(ttl, 1e-9), True
         if changed:
             self._rank(session)
 

@@ -23,6 +23,8 @@ class TTLPolicy(ChainPolicy):
     before they are gone. A tier below that takes a demoted record over admits it with a longer `info.ttl`, and its time
     begins anew there.
 
+    A record whose own time is 0 or less is expired at once.
+
     Args:
         ttl: seconds for records that come without one of their own: one policy per namespace, one default each.
     """
@@ -35,8 +37,10 @@ class TTLPolicy(ChainPolicy):
         super().__init__(clock=clock)
         self._ttl = ttl
         self._own: dict[Key, float] = {}  # of records that do not have the default
-        self._waiting: set[Key] = set()  # due, but protected: not in `_due` until that ends
-        self._due: list[tuple[float, Key]] = []  # not after a record is due; at least one entry for each
+        # A record is in one of these: those with children or pins wait, and only the others need a place in the heap.
+        self._waiting: set[Key] = set()
+        self._due: list[tuple[float, Key]] = []  # (not after it is due, record)
+        self._look: list[Key] = []  # to be looked at: new ones, and those that need not wait any more
 
     def ttl_of(self, key: Key) -> float:
         """Seconds that a record may lie unused."""
@@ -45,19 +49,19 @@ class TTLPolicy(ChainPolicy):
     def _arrive(self, record: Record, info: RecordInfo | None) -> None:
         super()._arrive(record, info)
         self._set(record, info)
-        self._push(record)
+        self._look.append(record.key)
+        if len(self._look) > 2 * len(self._records) + 64:  # nobody asks
+            self._look = [key for key in dict.fromkeys(self._look) if key in self._records]
 
     def _again(self, record: Record, info: RecordInfo | None) -> None:
         super()._again(record, info)
-        if info is not None and info.ttl is not None:
+        if info is not None and info.ttl is not None and info.ttl != self.ttl_of(record.key):
             self._set(record, info)
-            self._push(record)  # it may be shorter than before
+            self._look.append(record.key)  # it may be shorter than before
 
     def _set(self, record: Record, info: RecordInfo | None) -> None:
         if info is None or info.ttl is None:
             return
-        if not info.ttl > 0:
-            raise ConfigError(f"ttl must be more than 0 seconds, not {info.ttl}")
         if info.ttl == self._ttl:
             self._own.pop(record.key, None)
         else:
@@ -75,10 +79,6 @@ class TTLPolicy(ChainPolicy):
         self._own.pop(record.key, None)
         self._waiting.discard(record.key)
 
-    def _use(self, record: Record, now: float) -> None:
-        super()._use(record, now)
-        self._due_again(record)
-
     def _freed(self, record: Record) -> None:
         super()._freed(record)
         self._due_again(record)
@@ -92,30 +92,32 @@ class TTLPolicy(ChainPolicy):
     def _due_again(self, record: Record) -> None:
         if record.key in self._waiting:
             self._waiting.remove(record.key)
-            self._push(record)
+            self._look.append(record.key)
 
     def expired(self) -> Iterator[Key]:
         records, now = self._records, self._clock()
-        stuck: list[Record] = []
+        stuck: list[Key] = []
         try:
-            while self._due and self._due[0][0] <= now:
-                _, key = heapq.heappop(self._due)
+            while True:
+                if self._look:  # the removal of the last one may have freed its parent
+                    key = self._look.pop()
+                elif self._due and self._due[0][0] <= now:
+                    key = heapq.heappop(self._due)[1]
+                else:
+                    return
                 record = records.get(key)
                 if record is None or key in self._waiting:
                     continue
-                if record.last + self.ttl_of(key) > now:
-                    self._push(record)
-                elif record.children or key in self._pins:
+                if record.children or key in self._pins:
                     self._waiting.add(key)
-                else:
-                    stuck.append(record)
-                    yield key  # its removal may make its parent due
-                    if records.get(key) is not record:
-                        stuck.pop()
-        finally:
-            for record in stuck:
-                if records.get(record.key) is record:
+                elif record.last + self.ttl_of(key) > now:
                     self._push(record)
+                else:
+                    yield key
+                    if records.get(key) is record:
+                        stuck.append(key)
+        finally:
+            self._look += stuck
 
     def victims(self, *, keep: Container[Key] = ()) -> Iterator[Key]:
         offered: set[Key] = set()

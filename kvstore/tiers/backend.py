@@ -97,7 +97,7 @@ class TieredBackend(Backend):
         found = (of_all & _OF_ALL & ~Capability.CAPACITY) | (of_any & _OF_ANY)
         if all(tier.capacity is not None for tier in self.tiers):
             found |= Capability.CAPACITY
-        if any(tier.forgets for tier in self.tiers):
+        if any(tier.expires for tier in self.tiers):
             found |= Capability.TTL
         last = self._hierarchy.last
         if self.tiers[last].durable and all(t.durable for t in self.tiers[:last] if t.write == "back"):
@@ -106,10 +106,11 @@ class TieredBackend(Backend):
 
     @property
     def limits(self) -> Limits:  # type: ignore[override]
-        """The largest record that any tier takes; lanes and sizes of the tier that wants most."""
+        """The largest record that any tier takes, and that a slower one takes too, if there is one; lanes and sizes of
+        the tier that wants most."""
         each = [tier.backend.limits for tier in self.tiers]
         return Limits(
-            max_value_bytes=max(tier.largest for tier in self.tiers),
+            max_value_bytes=max(map(self._hierarchy.largest, range(len(self.tiers)))),
             alignment=max(one.alignment for one in each),
             lanes=max(one.lanes for one in each),
             preferred_io_bytes=max(one.preferred_io_bytes for one in each),
@@ -124,12 +125,15 @@ class TieredBackend(Backend):
     def identity(self) -> Hashable | None:  # type: ignore[override]
         return self.tiers[-1].backend.identity
 
-    def _check(self, operation: str) -> None:
+    def _check_process(self, operation: str) -> None:
         if self._pid != os.getpid():  # before any lock: another thread may have held it at the fork
             raise ClosedError(
                 "these tiers were opened before fork(); open others in the child", backend=self.name,
                 operation=operation,
             )  # fmt: skip
+
+    def _check(self, operation: str) -> None:
+        self._check_process(operation)
         if self._hierarchy.closed:
             raise ClosedError("the tiers are closed", backend=self.name, operation=operation)
 
@@ -214,17 +218,20 @@ class TieredBackend(Backend):
 
     def usage(self) -> dict[str, int]:
         """Bytes of the records in each tier with a capacity, by the tier's name."""
+        self._check_process("usage")
         with self._hierarchy.lock:
             return {tier.name: tier.used for tier in self.tiers if tier.capacity is not None}
 
     def stats(self) -> list[dict[str, Any]]:
         """For each tier, the fastest first: name, capacity, used, records, reserved, queued_bytes, queued_records, and
         the counters of `kvstore.tiers.tier.COUNTS`."""
+        self._check_process("stats")
         with self._hierarchy.lock:
             return [tier.stats() for tier in self.tiers]
 
     def publish(self, metrics: Metrics) -> None:
         """Bring the metrics of `TIER_METRICS` up to date."""
+        self._check_process("publish")
         for metric in TIER_METRICS:
             metrics.define(metric)
         changes: list[tuple[str, tuple[str, ...], float]] = []
@@ -248,6 +255,7 @@ class TieredBackend(Backend):
         Args:
             timeout: seconds.
         """
+        self._check_process("wait_quiet")
         end = time.monotonic() + timeout
         while not self._background.quiet():
             if time.monotonic() >= end:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore.backend import EXISTS, MISS, Outcome, Status, Write
@@ -156,7 +157,10 @@ class Hierarchy:
         tier = self.tiers[place]
         nbytes = tier.forget(key)
         tier.settle(key)
-        if (self.hints or self.loose) and not self.resident_locked(key):
+        if tier.policy is None:  # a faster tier that still has it has the only copy now, for all that is known
+            if self.resident_locked(key):
+                self.loose.add(key)
+        elif (self.hints or self.loose) and not self.resident_locked(key):
             self.loose.discard(key)
             if self.hints is not None:
                 self.hints.pop(key, None)
@@ -170,11 +174,42 @@ class Hierarchy:
         while len(served) > _MAX_SERVED:
             del served[next(iter(served))]
 
+    def missed_locked(self, keys: Iterable[Key], place: int) -> bool:
+        """Records were not found in a tier. True if one should have been there: others remove records too."""
+        tier = self.tiers[place]
+        if tier.policy is None:
+            return False
+        gone = [key for key in keys if key in tier.policy and key not in self.claimed]
+        for key in gone:
+            tier.doubt(key)
+        return bool(gone)
+
+    def room_locked(self, place: int) -> float:
+        """Bytes that can be stored in a tier now."""
+        tier = self.tiers[place]
+        if tier.capacity is None:
+            return math.inf
+        return 0 if tier.uncertain else tier.capacity - tier.occupied
+
+    def wait_dropped_locked(self, keys: Container[Key], end: float) -> None:
+        """What is about to leave the store was chosen before it was known that it must not: wait until it has gone, or
+        stays after all, at most until the monotonic time `end`."""
+        while any(key in keys for key in self.dropping) and not self.closed and (left := seconds_left(end)) > 0:
+            self.changed.wait(left)
+
+    def largest(self, place: int) -> int:
+        """The largest record that a tier takes, in bytes: it must be able to go down from there."""
+        here, below = self.tiers[place].largest, [tier.largest for tier in self.tiers[place + 1 :]]
+        return min(here, max(below, default=here))
+
     # Storing.
 
-    def store(self, place: int, writes: Sequence[Write], deadline: float) -> list[Outcome]:
+    def store(self, place: int, writes: Sequence[Write], deadline: float, *, retry: bool = True) -> list[Outcome]:
         """Put claimed records into one tier, as far as there is room. The last tier makes room itself; for the others
         it is made in the background.
+
+        Args:
+            retry: if the last tier itself says that it is full, drop some records and try once more.
 
         Returns:
             as `Backend.put`; `PoolExhausted` for what found no room.
@@ -185,13 +220,13 @@ class Hierarchy:
         held = [0] * len(writes)  # what is reserved
         go: list[int] = []
         crowded: list[int] = []
-        largest = tier.largest
+        largest = self.largest(place)
         with self.lock:
             for index, size in enumerate(sizes):
                 if tier.policy is not None and writes[index].key in tier.policy:
                     go.append(index)  # it needs no room: it will be EXISTS
                 elif size > largest:
-                    text = f"a record of {size} bytes; this tier takes at most {largest}"
+                    text = f"a record of {size} bytes; this tier, or all below it, take at most {largest}"
                     error = PermanentError(text, backend=tier.name, operation="put", key=writes[index].key)
                     outcomes[index] = Outcome.failed(error)
                 elif tier.reserve(size):
@@ -217,7 +252,16 @@ class Hierarchy:
                 with self.changed:
                     tier.reserved -= sum(held)
                 raise
-            self._commit(place, writes, sizes, go, answers, outcomes, sum(held), deadline)
+            full = self._commit(place, writes, sizes, go, answers, outcomes, sum(held), deadline)
+            if full and place == self.last and retry:
+                need = sum(sizes[index] for index in full)
+                with self.lock:
+                    keys = self.pick_locked(place, need)
+                    self.dropping.update(keys)
+                if keys and self.drop(place, keys, deadline) and time.monotonic() < deadline:
+                    again = self.store(place, [writes[index] for index in full], deadline, retry=False)
+                    for index, answer in zip(full, again, strict=True):
+                        outcomes[index] = answer
         return outcomes
 
     def _crowded(
@@ -226,7 +270,8 @@ class Hierarchy:
         """What found no room at once: the indices of those that have it now."""
         tier = self.tiers[place]
         got = [index for index in crowded if place == self.last and self._make_room(place, sizes[index], deadline)]
-        full = Outcome.failed(PoolExhausted("the tier is full", backend=tier.name, operation="put"))
+        text = "what lies in this tier is still being listed" if tier.uncertain else "the tier is full"
+        full = Outcome.failed(PoolExhausted(text, backend=tier.name, operation="put"))
         missing = [index for index in crowded if index not in {*got}]
         for index in missing:
             outcomes[index] = full
@@ -247,9 +292,9 @@ class Hierarchy:
         asked = False
         with self.changed:
             while not self.closed:
-                if tier.occupied + min(nbytes, tier.capacity) <= tier.capacity:
+                if not tier.uncertain and tier.occupied + min(nbytes, tier.capacity) <= tier.capacity:
                     return True
-                if asked and not tier.wanted:  # what could be done has been done
+                if tier.uncertain or (asked and not tier.wanted):  # what could be done has been done
                     return False
                 tier.wanted, asked = max(tier.wanted, nbytes), True
                 self.wake_relief[place].wake()
@@ -265,6 +310,8 @@ class Hierarchy:
             with self.lock:
                 if tier.reserve(nbytes):
                     return True
+                if tier.uncertain:
+                    return False
                 need = tier.occupied + nbytes - (tier.capacity or 0)
                 keys = self.pick_locked(place, need)
                 self.dropping.update(keys)
@@ -275,11 +322,12 @@ class Hierarchy:
     def _commit(
         self, place: int, writes: Sequence[Write], sizes: Sequence[int], go: Sequence[int],
         answers: Sequence[Outcome], outcomes: list[Outcome], held: int, deadline: float,
-    ) -> None:  # fmt: skip
-        """Keep the books after a put for which `held` bytes were reserved."""
+    ) -> list[int]:  # fmt: skip
+        """Keep the books after a put for which `held` bytes were reserved. Returns what the place itself had no room
+        for."""
         tier = self.tiers[place]
         doubtful: list[int] = []
-        pressed = False
+        full: list[int] = []
         with self.changed:
             tier.reserved -= held
             stored: list[Key] = []
@@ -294,15 +342,16 @@ class Hierarchy:
                         self.loose.discard(write.key)
                 elif answer.status is not Status.EXISTS or write.key not in tier.policy:
                     doubtful.append(index)
-                    pressed = pressed or _no_room(answer.error)
+                    if _no_room(answer.error):
+                        full.append(index)
             if tier.policy is not None:
                 tier.policy.touch(stored)
             tier.counts["stored"] += len(stored)
             tier.counts["stored_bytes"] += sum(answer.nbytes for answer in answers if answer.status is Status.OK)
             for index in doubtful:
-                tier.doubt(writes[index].key)
-            if pressed:  # it counts otherwise than we do: in pieces, in blocks, or others fill it
-                tier.wanted = max(tier.wanted, (tier.capacity or 0) // 64, *[sizes[index] for index in doubtful])
+                tier.doubt(writes[index].key, sizes[index])
+            if full:  # it counts otherwise than we do: in pieces, in blocks; or others fill it; or it is smaller
+                tier.pressed = max(tier.pressed, tier.used // 64, *[sizes[index] for index in full])
             crowded = tier.excess() > 0
             self.changed.notify_all()
         if crowded and place in self.wake_relief:
@@ -313,6 +362,7 @@ class Hierarchy:
             ):
                 if outcome.ok:  # it got there before the call failed, or was there before
                     outcomes[index] = EXISTS
+        return [index for index in full if not outcomes[index].stored]
 
     def _admit_locked(self, place: int, write: Write, nbytes: int) -> None:
         key = write.key
@@ -363,6 +413,8 @@ class Hierarchy:
                 elif tier.policy is not None:
                     tier.doubt(key)
                     doubt = True
+                elif self.resident_locked(key):
+                    self.loose.add(key)
             self.changed.notify_all()
         if doubt and place in self.wake_settling:
             self.wake_settling[place].wake()
@@ -371,23 +423,26 @@ class Hierarchy:
     def pick_locked(self, place: int, nbytes: int) -> list[Key]:
         """Claim records of a tier that should go, about `nbytes` bytes of them.
 
-        What waiting jobs need is passed over. If there is nothing else and a slower tier can take it, what is needed
-        last goes first; the last tier drops nothing of it.
+        What waiting jobs need is passed over. If there is nothing else above the watermark, and a slower tier can take
+        it, what is needed last goes first; but not for the sake of others, and the last tier drops nothing of it.
         """
         tier = self.tiers[place]
         policy = tier.policy
         if policy is None or not len(policy):
             return []
         chosen: list[Key] = []
+        now = time.monotonic()
         for key in policy.victims(keep=self.window.rank):
-            if key not in self.claimed and not tier.leased(key):
+            if key not in self.claimed and tier.stuck.get(key, now) <= now and not tier.leased(key):
                 chosen.append(key)
                 nbytes -= policy.size_of(key)
                 if nbytes <= 0 or len(chosen) >= _MAX_PICK:
                     break
-        if not chosen and place < self.last:
+        if not chosen and place < self.last and tier.crowded:
             for key in reversed(self.window.rank):
-                if key in policy and key not in self.pins and key not in self.claimed and not tier.leased(key):
+                if key not in policy or key in self.pins or key in self.claimed or tier.leased(key):
+                    continue
+                if tier.stuck.get(key, now) <= now:
                     chosen.append(key)
                     nbytes -= policy.size_of(key)
                     if nbytes <= 0 or len(chosen) >= _MAX_PICK:

@@ -8,8 +8,10 @@ is not copied, and a copy that proves damaged twice is quarantined in its tier a
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from kvstore.backend import Capability, Outcome, Read, Status, Write
 from kvstore.buffers import Buffer, BufferPool
@@ -27,6 +29,13 @@ logger = logging.getLogger("kvstore.tiers")
 MOVE_SECONDS = 30.0
 _STAGING_WAIT_S = 5.0
 _PATIENCE_S = 0.5  # of a demotion, for room in the next tier
+_STUCK_S = 30.0  # a record that no slower tier took is passed over for so long
+
+Copies = dict[Key, tuple[list[int], int]]
+"""Records that were copied: the tiers that they came to, and their bytes."""
+
+Reach = Literal["one", "down", "room"]
+"""To how many of several tiers a record is copied; see `Mover.copy`."""
 
 
 def damaged(view: memoryview, key: Key) -> bool | None:
@@ -110,24 +119,27 @@ class Mover:
     # Copies.
 
     def copy(
-        self, src: int, keys: Sequence[Key], dsts: Iterable[int], *, every: bool, deadline: float
-    ) -> dict[Key, tuple[int, int]]:
+        self, src: int, keys: Sequence[Key], dsts: Iterable[int], *, to: Reach, deadline: float,
+        missing: set[Key] | None = None,
+    ) -> Copies:  # fmt: skip
         """Copy claimed records from one tier to others.
 
         Args:
             dsts: tiers in the order in which they are tried.
-            every: copy to each of them, up to one that brings records down itself; False: the first that takes it.
+            to: "one": the first of them that takes it; "down": each of them, up to one that brings records down
+                itself; "room": each of them that has room now.
+            missing: gets what `src` does not have.
 
         Returns:
-            for each record that is in one of `dsts` now: the last of these, and its bytes.
+            for each record that is in some of `dsts` now: these, in their order, and its bytes.
         """
         dsts = list(dsts)
         tier = self._h.tiers[src]
-        done: dict[Key, tuple[int, int]] = {}
+        done: Copies = {}
         rest = list(keys)
         if Capability.LEASE in tier.backend.capabilities:
-            rest = self._copy_leased(src, keys, dsts, done, every=every, deadline=deadline)
-        for group, sizes in self._groups(src, rest, deadline):
+            rest = self._copy_leased(src, keys, dsts, done, to=to, deadline=deadline)
+        for group, sizes in self._groups(src, rest, dsts, to, deadline, set() if missing is None else missing):
             if time.monotonic() >= deadline:
                 break
             try:
@@ -137,7 +149,7 @@ class Mover:
                 continue
             try:
                 sound = [(key, view) for key, view, _ in staged if not self._spoilt(src, key, view, deadline)]
-                self._spread(sound, dsts, done, every=every, deadline=deadline)
+                self._spread(sound, dsts, done, to=to, deadline=deadline)
             finally:
                 for _, _, buffer in staged:
                     if buffer is not None:
@@ -145,8 +157,7 @@ class Mover:
         return done
 
     def _copy_leased(
-        self, src: int, keys: Sequence[Key], dsts: Sequence[int], done: dict[Key, tuple[int, int]], *, every: bool,
-        deadline: float,
+        self, src: int, keys: Sequence[Key], dsts: Sequence[int], done: Copies, *, to: Reach, deadline: float
     ) -> list[Key]:  # fmt: skip
         """From where they lie in memory; returns the keys that cannot be leased."""
         tier = self._h.tiers[src]
@@ -161,23 +172,36 @@ class Mover:
             for key, lease in zip(keys, leases, strict=True):
                 if lease is not None and not self._spoilt(src, key, lease.view, deadline):
                     sound.append((key, lease.view))
-            self._spread(sound, dsts, done, every=every, deadline=deadline)
+            self._spread(sound, dsts, done, to=to, deadline=deadline)
             return [key for key, lease in zip(keys, leases, strict=True) if lease is None]
         finally:
             for lease in leases:
                 if lease is not None:
                     lease.release()
 
-    def _groups(self, src: int, keys: Sequence[Key], deadline: float) -> list[tuple[list[Key], list[int]]]:
-        """Keys with their sizes, in groups that fit half the staging memory."""
+    def _groups(
+        self, src: int, keys: Sequence[Key], dsts: Sequence[int], to: Reach, deadline: float, missing: set[Key]
+    ) -> list[tuple[list[Key], list[int]]]:
+        """Keys with their sizes, in groups that fit half the staging memory. Without those that no destination would
+        take: they would be read in vain."""
+        h = self._h
         if not keys:
             return []
+        with h.lock:
+            left = {dst: h.room_locked(dst) if to == "room" else math.inf for dst in dsts}
         most = max(1, self._staging_bytes // 2)
         groups: list[tuple[list[Key], list[int]]] = []
         room = 0
-        for key, found in zip(keys, self._h.ask(src, "stat", keys, deadline), strict=True):
+        for key, found in zip(keys, h.ask(src, "stat", keys, deadline), strict=True):
             if found.status is not Status.OK:
+                if found.status is Status.MISS:
+                    missing.add(key)
                 continue
+            takers = [dst for dst in dsts if found.nbytes <= min(left[dst], h.largest(dst))]
+            if not takers:
+                continue
+            for dst in takers:
+                left[dst] -= found.nbytes
             size = (found.nbytes + 4095) & -4096
             if size > room or not groups:
                 groups.append(([], []))
@@ -227,8 +251,7 @@ class Mover:
         return outcomes
 
     def _spread(
-        self, sound: Sequence[tuple[Key, memoryview]], dsts: Sequence[int], done: dict[Key, tuple[int, int]], *,
-        every: bool, deadline: float,
+        self, sound: Sequence[tuple[Key, memoryview]], dsts: Sequence[int], done: Copies, *, to: Reach, deadline: float
     ) -> None:  # fmt: skip
         """Write records to their destinations, from one memory."""
         h = self._h
@@ -240,8 +263,8 @@ class Mover:
             more: list[Write] = []
             for write, answer in zip(todo, h.store(dst, todo, deadline), strict=True):
                 if answer.stored:
-                    done[write.key] = (dst, write.nbytes)
-                if not answer.stored or (every and h.tiers[dst].write != "back"):
+                    done.setdefault(write.key, ([], write.nbytes))[0].append(dst)
+                if not answer.stored or to == "room" or (to == "down" and h.tiers[dst].write != "back"):
                     more.append(write)
             todo = more
 
@@ -259,15 +282,14 @@ class Mover:
                 due = {key: tier.owed[key] for key in keys if key in tier.owed}
                 mean = h.mean_bytes_locked()
             short = [key for key in keys if key not in {*covered}]
-            copied: dict[Key, tuple[int, int]] = {}
+            copied: Copies = {}
             if short:
                 if place + 1 < h.last:  # else they go to a slower tier than need be; the last one makes room itself
                     h.make_way(place + 1, int(mean * len(short)), time.monotonic() + _PATIENCE_S)
-                copied = self.copy(place, short, range(place + 1, h.last + 1), every=False, deadline=deadline)
-            leaving = [*covered, *copied]
+                copied = self.copy(place, short, range(place + 1, h.last + 1), to="one", deadline=deadline)
             missing = [key for key in short if key not in copied]
             with h.lock:  # it goes on being owed, by the tier that has it now
-                for key, (lower, nbytes) in copied.items():
+                for key, ((lower,), nbytes) in copied.items():
                     if key in due and lower < h.last:
                         h.tiers[lower].owe(key, nbytes)
                         h.wake_settling[lower].wake()
@@ -275,9 +297,13 @@ class Mover:
                     if key in due and (lower_place := self._holder_locked(key, place)) is not None:
                         h.tiers[lower_place].owe(key, due[key])
                         h.wake_settling[lower_place].wake()
+                leaving = [key for key in (*covered, *copied) if key not in h.pins]  # pinned meanwhile: it stays
             outcomes, _ = h.remove(place, leaving, deadline)
             if missing:
                 h.look_again(place, missing, deadline)
+                with h.lock:
+                    until = time.monotonic() + _STUCK_S
+                    tier.stuck.update({key: until for key in missing if tier.policy is not None and key in tier.policy})
             gone = sum(outcome.status is not Status.ERROR for outcome in outcomes)
             with h.lock:
                 tier.counts["demotions"] += len(copied)
@@ -304,12 +330,12 @@ class Mover:
         tier = h.tiers[place]
         deadline = time.monotonic() + MOVE_SECONDS
         try:
-            below = self.copy(place, keys, range(place + 1, h.last + 1), every=True, deadline=deadline)
+            below = self.copy(place, keys, range(place + 1, h.last + 1), to="down", deadline=deadline)
             missing = [key for key in keys if key not in below]
             there = h.ask(place, "stat", missing, deadline)
             settled = 0
             with h.changed:
-                for key, (lowest, nbytes) in below.items():
+                for key, ((*_, lowest), nbytes) in below.items():
                     tier.settle(key)
                     settled += 1
                     if lowest < h.last:
@@ -319,6 +345,8 @@ class Mover:
                     if outcome.status is Status.MISS:  # it has gone; there is nothing to bring
                         tier.settle(key)
                         settled += 1
+                    elif key in tier.owed:
+                        tier.owed[key] = tier.owed.pop(key)  # behind the others, which may be luckier
                 h.changed.notify_all()
             return settled
         finally:
@@ -326,24 +354,29 @@ class Mover:
 
     # Up.
 
-    def promote(self, dst: int, keys: Sequence[Key]) -> int:
-        """Bring claimed records up into a faster tier, and give their claims back. Returns how many came."""
+    def promote(self, dsts: Sequence[int], keys: Sequence[Key]) -> set[Key]:
+        """Bring claimed records up into faster tiers, each read once for all of these, and give their claims back.
+        Returns what no slower tier has."""
         h = self._h
-        tier = h.tiers[dst]
         deadline = time.monotonic() + MOVE_SECONDS
-        came: dict[Key, tuple[int, int]] = {}
+        came: Copies = {}
         try:
-            todo = list(keys)
-            for src in range(dst + 1, h.last + 1):
+            todo, nowhere = list(keys), set(keys)
+            for src in range(min(dsts) + 1, h.last + 1):
                 if todo:
-                    came.update(self.copy(src, todo, [dst], every=False, deadline=h.until(src, deadline)))
-                    todo = [key for key in todo if key not in came]
+                    faster, until, missing = [dst for dst in dsts if dst < src], h.until(src, deadline), set[Key]()
+                    came.update(self.copy(src, todo, faster, to="room", deadline=until, missing=missing))
+                    nowhere &= missing
+                    todo = [key for key in todo if key in missing]
             with h.lock:
                 h.arrived += len(came)
-                tier.counts["promotions"] += len(came)
-                tier.counts["promoted_bytes"] += sum(nbytes for _, nbytes in came.values())
-                if tier.policy is not None:
-                    tier.policy.touch([key for key in keys if key in came])
-            return len(came)
+                for dst in dsts:
+                    tier = h.tiers[dst]
+                    here = [key for key in keys if key in came and dst in came[key][0]]
+                    tier.counts["promotions"] += len(here)
+                    tier.counts["promoted_bytes"] += sum(came[key][1] for key in here)
+                    if tier.policy is not None:
+                        tier.policy.touch(here)
+            return nowhere
         finally:
             h.give(keys)

@@ -113,6 +113,8 @@ def _parse_tier(value: object) -> TierConfig:
         if "url" not in value:
             raise ConfigError("a tier has no url; write {url: 'memory://?bytes=16GiB'}")
         value = value["url"]
+    if not isinstance(value, str | BackendURL | list | tuple):
+        raise ConfigError(f"a tier must be a URL or a map with a url, not {type(value).__name__}")
     urls = parse_urls(value)
     if len(urls) != 1:
         raise ConfigError(
@@ -144,12 +146,11 @@ def policy_of(tier: TierConfig, url_policy: str | None = None) -> str:
         ConfigError: no policy has that name, or not these parameters.
     """
     name: str = tier.values.get("policy") or url_policy or tier.url.options.get("policy") or DEFAULT_POLICY
+    parameters = tier.get("policy_options")
+    if wrong := {"name", "clock"}.intersection(parameters):
+        raise ConfigError(f"tier {tier.url.base}: policy_options has no {min(wrong)!r}")
     try:
-        make_policy(name, **tier.get("policy_options"))
-    except TypeError as error:
-        raise ConfigError(
-            f"tier {tier.url.base}: the policy {name} does not take these policy_options: {error}"
-        ) from None
+        make_policy(name, **parameters)
     except ConfigError as error:
         raise ConfigError(f"tier {tier.url.base}: {error.message}") from None
     return name

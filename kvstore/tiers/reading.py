@@ -77,7 +77,7 @@ class TierReader:
             keys = list(dict.fromkeys([read[0] for read in some]))
             for index, answer in zip(todo, answers, strict=True):
                 outcomes[index] = answer
-            self._served(place, keys, answers, 0, 0)
+            self._served(place, keys, answers, (), 0)
             return []
         bad = {read[0] for read, answer in zip(some, answers, strict=True) if answer.status is not ok}
         good: dict[Key, None] = {}
@@ -89,7 +89,8 @@ class TierReader:
                 elif read.landed is not None:
                     landed.add(read.key)
         left: list[int] = []
-        errors = misses = 0
+        errors = 0
+        missed: list[Key] = []
         for index, read, answer in zip(todo, some, answers, strict=True):
             if read.key not in bad or read.key in landed:
                 outcomes[index] = answer
@@ -99,16 +100,16 @@ class TierReader:
                 errors += 1
                 outcomes[index] = answer
             elif answer.status is Status.MISS:
-                misses += 1
+                missed.append(read.key)
                 if outcomes[index].status is ok:
                     outcomes[index] = MISS
             else:  # the memory is about to be written again
                 outcomes[index] = MISS
-        self._served(place, [*good], [a for r, a in zip(some, answers, strict=True) if r.key in good], misses, errors)
+        self._served(place, [*good], [a for r, a in zip(some, answers, strict=True) if r.key in good], missed, errors)
         return left
 
     def _served(
-        self, place: int, keys: Sequence[Key], answers: Sequence[Outcome], misses: int, errors: int
+        self, place: int, keys: Sequence[Key], answers: Sequence[Outcome], missed: Sequence[Key], errors: int
     ) -> None:  # fmt: skip
         h = self._h
         tier = h.tiers[place]
@@ -116,13 +117,16 @@ class TierReader:
             counts = tier.counts
             counts["hits"] += len(answers)
             counts["hit_bytes"] += sum([answer.nbytes for answer in answers])
-            if misses or errors:
-                counts["misses"] += misses
+            if missed or errors:
+                counts["misses"] += len(missed)
                 counts["errors"] += errors
+            gone = h.missed_locked(missed, place)
             if keys:
                 h.served_locked(keys, place)
                 if tier.policy is not None:
                     tier.policy.touch(keys)
+        if gone:
+            h.wake_settling[place].wake()
         if place and keys:
             self._promote(keys, place)
 

@@ -72,8 +72,7 @@ class Tier:
         self.policy: EvictionPolicy | None = None
         if capacity is not None:
             self.policy = make_policy(policy) if isinstance(policy, str) else policy
-        self.forgets = self.policy is not None and self.policy.name in ("ttl", "session")  # by age, whatever the load
-        self.expires = self.policy is not None and type(self.policy).expired is not EvictionPolicy.expired
+        self.expires = self.policy is not None and self.policy.expires  # by age, whatever the load
         self.high, self.low = high, low
         self.promote, self.write = promote, write
         self.queue_bytes = queue_bytes
@@ -81,9 +80,12 @@ class Tier:
         self.ttl_factor = ttl_factor
         self.reserved = 0  # bytes of writes under way
         self.wanted = 0  # bytes that somebody could not get
+        self.pressed = 0  # bytes that should go although there is room, for the place itself says that it is full
         self.owed: dict[Key, int] = {}  # what is to be brought down, and its bytes
         self.owed_bytes = 0
-        self.unsure: dict[Key, None] = {}  # after a failed call: there or not, nobody knows
+        self.stuck: dict[Key, float] = {}  # could not be moved down: until when others are tried before
+        self.unsure_bytes = 0  # what those may occupy beside what is counted
+        self.unsure: dict[Key, int] = {}  # after a failed call: there or not, nobody knows
         self.listing = False  # what lay here before is being listed
         self.gone: set[Key] = set()  # … and this went meanwhile
         self.used_once: dict[Key, None] = {}  # read below, for promote: second_use
@@ -101,6 +103,11 @@ class Tier:
     def durable(self) -> bool:
         return Capability.DURABLE in self.backend.capabilities
 
+    @property
+    def uncertain(self) -> bool:
+        """What lies here is not known yet, and the backend does not keep a limit by itself: nothing may be added."""
+        return self.listing and Capability.CAPACITY not in self.backend.capabilities
+
     # What follows needs the hierarchy's lock.
 
     @property
@@ -110,14 +117,15 @@ class Tier:
 
     @property
     def occupied(self) -> int:
-        """Bytes of the capacity that are taken: records, writes under way, what is gone but leased."""
+        """Bytes of the capacity that are taken: records, writes under way, writes of which nobody knows whether they
+        failed, what is gone but leased."""
         if self._zombies:
             self._zombies = [(size, live) for size, held in self._zombies if (live := _live(held))]
-        return self.used + self.reserved + sum(size for size, _ in self._zombies)
+        return self.used + self.reserved + self.unsure_bytes + sum(size for size, _ in self._zombies)
 
     def reserve(self, nbytes: int) -> bool:
         """Take room for a write. False: there is none."""
-        if self.capacity is not None and self.occupied + nbytes > self.capacity:
+        if self.capacity is not None and (self.uncertain or self.occupied + nbytes > self.capacity):
             return False
         self.reserved += nbytes
         return True
@@ -130,7 +138,7 @@ class Tier:
             factor = 2.0**place if self.ttl_factor is None else self.ttl_factor
             info = info._replace(ttl=info.ttl * factor)
         self.policy.admit(key, nbytes, parent=parent, info=info)
-        self.unsure.pop(key, None)
+        self._sure(key)
         if self.listing:
             self.gone.discard(key)
 
@@ -139,7 +147,9 @@ class Tier:
         if self.policy is None:
             return 0
         nbytes = self.policy.forget(key)
-        self.unsure.pop(key, None)
+        self.pressed = max(0, self.pressed - nbytes)
+        self._sure(key)
+        self.stuck.pop(key, None)
         if self.listing:
             self.gone.add(key)
         held = self._leases.pop(key, None)
@@ -147,10 +157,21 @@ class Tier:
             self._zombies.append((nbytes, live))
         return nbytes
 
-    def doubt(self, key: Key) -> None:
-        """A call failed in the middle: whether the record is here must be asked again."""
-        if self.policy is not None and len(self.unsure) < _MAX_UNSURE:
-            self.unsure[key] = None
+    def doubt(self, key: Key, nbytes: int = 0) -> None:
+        """A call failed in the middle: whether the record is here must be asked again.
+
+        Args:
+            nbytes: of a put: what it may occupy.
+        """
+        if self.policy is None or (key not in self.unsure and len(self.unsure) >= _MAX_UNSURE):
+            return
+        nbytes = 0 if key in self.policy else max(nbytes, self.unsure.get(key, 0))
+        self._sure(key)
+        self.unsure[key] = nbytes
+        self.unsure_bytes += nbytes
+
+    def _sure(self, key: Key) -> None:
+        self.unsure_bytes -= self.unsure.pop(key, 0)
 
     def owe(self, key: Key, nbytes: int) -> None:
         """The record has to be brought down."""
@@ -194,13 +215,19 @@ class Tier:
         del self._leases[key]
         return False
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the high watermark is passed."""
+        return self.capacity is not None and self.occupied > self.capacity * self.high
+
     def excess(self) -> int:
-        """Bytes that should go: above the high watermark, down to the low one; or what somebody waits for."""
+        """Bytes that should go: above the high watermark, down to the low one; or what somebody waits for; or what the
+        place itself wants freed."""
         if self.capacity is None or self.policy is None:
             return 0
-        occupied, excess = self.occupied, 0
-        if occupied > self.capacity * self.high and len(self.policy) > 1:  # one that is larger than the mark may stay
-            excess = occupied - math.floor(self.capacity * self.low)
+        occupied, excess = self.occupied, min(self.pressed, self.used)
+        if self.crowded and len(self.policy) > 1:  # one that is larger than the mark may stay
+            excess = max(excess, occupied - math.floor(self.capacity * self.low))
         if self.wanted:
             excess = max(excess, occupied + min(self.wanted, self.capacity) - self.capacity)
         return excess

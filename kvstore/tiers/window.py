@@ -29,13 +29,6 @@ class Window:
         self.parents = parents
         self.wanted = wanted
 
-    def place(self, rank: int) -> int:
-        """The fastest bounded tier (by its number among the bounded ones) whose window a rank lies in."""
-        for number, most in enumerate(self.wanted):
-            if rank < most:
-                return number
-        return len(self.wanted)
-
 
 EMPTY = Window({}, {}, ())
 

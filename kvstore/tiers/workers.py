@@ -16,9 +16,9 @@ from kvstore.scheduler import seconds_left
 
 from .hierarchy import Hierarchy
 from .moving import MOVE_SECONDS, Mover
-from .window import window_of
+from .window import Window, window_of
 
-__all__ = ["Background", "Worker"]
+__all__ = ["DROP_WAIT_S", "Background", "Worker"]
 
 logger = logging.getLogger("kvstore.tiers")
 
@@ -30,12 +30,17 @@ _PROMOTERS = 2
 _PATIENCE_S = 0.5  # of a promotion, for room
 _PREFETCH_PATIENCE_S = 5.0
 _RETRY_S, _MAX_RETRY_S = 0.25, 30.0
+_BUSY_S = 0.02  # somebody else is at work on it
 _EXPIRY_S = 5.0
 _LIST_SECONDS = 600.0
 _ADMIT_SLICE = 2000
 _RETRY_ABSENT_S = 5.0  # a record of the queue that was nowhere is looked for again after that
-_ANNOUNCE_WAIT_S = 1.0
+DROP_WAIT_S = 1.0  # for what is leaving the store just now
+_ANNOUNCE_SLICE = 2000
 _JOIN_S = 2.0
+
+Promotions = deque[tuple[Key, tuple[int, ...]]]
+"""Records, and the tiers that each should come up to."""
 
 
 class Worker:
@@ -104,9 +109,11 @@ class Background:
     def __init__(self, hierarchy: Hierarchy, mover: Mover) -> None:
         self._h = h = hierarchy
         self._mover = mover
-        self._waiting: deque[tuple[Key, int]] = deque()  # (key, tier it should come up to)
+        self._waiting: Promotions = deque()
         self._queued: set[Key] = set()
-        self._prefetch: deque[tuple[Key, int]] = deque()
+        self._prefetch: Promotions = deque()
+        self._announcing = threading.Lock()
+        self._uncut: list[list[Key]] | None = None  # the queue, if no size was known by which to cut the window
         self._absent: dict[Key, float] = {}  # of the window: when it was looked for in vain
         self._retry: dict[int, float] = {}
         names = [f"kvstore-tier{place}" for place in range(h.last + 1)]
@@ -192,9 +199,12 @@ class Background:
                     h.dropping.update(keys)
             if excess <= 0:
                 break
-            if not keys:  # all of it is pinned, leased, waited for or at work
+            if not keys:  # all of it is pinned, leased, waited for or at work; or no slower tier took it
+                with h.lock:
+                    stuck = bool(tier.stuck)
+                    tier.stuck.clear()
                 self._unwant(place)
-                return _RETRY_S
+                return self._backoff(place) if stuck else _RETRY_S
             if place == h.last:
                 gone = h.drop(place, keys, time.monotonic() + MOVE_SECONDS)
             else:
@@ -210,7 +220,7 @@ class Background:
 
     def _unwant(self, place: int) -> None:
         with self._h.changed:
-            self._h.tiers[place].wanted = 0
+            self._h.tiers[place].wanted = self._h.tiers[place].pressed = 0
             self._h.changed.notify_all()
 
     def _expire(self, place: int) -> None:
@@ -261,12 +271,12 @@ class Background:
                     if room <= 0 or len(keys) >= _BATCH:
                         break
                 h.claimed.update(keys)
-                blocked = bool(tier.owed) and not keys
+                blocked = (bool(tier.owed) and not keys) or (bool(tier.unsure) and not unsure)  # by other claims
             if not keys:
-                if not blocked and not tier.unsure:
-                    break
                 if blocked:
-                    return 0.01
+                    return _BUSY_S
+                if not tier.unsure:
+                    break
                 continue
             if not self._mover.bring_down(place, keys):
                 return self._backoff(place + 1000)
@@ -274,7 +284,7 @@ class Background:
         return None
 
     def drain(self, end: float) -> dict[str, int]:
-        """Wait until nothing is owed, or until the monotonic time `end`. Returns the bytes that are, by tier."""
+        """Wait until nothing is owed, or until the monotonic time `end`. Returns how many records are, by tier."""
         h = self._h
         self.hurry()
         while True:
@@ -292,28 +302,30 @@ class Background:
         h = self._h
         ask = False
         with h.lock:
-            for dst in range(place):
-                tier = h.tiers[dst]
-                if tier.promote == "never":
-                    continue
-                for key in keys:
-                    if (
-                        key not in self._queued
-                        and (tier.policy is None or key not in tier.policy)
-                        and tier.second_use(key)
-                    ):
-                        self._queued.add(key)
-                        self._waiting.append((key, dst))
-                        ask = True
+            open_to = [dst for dst in range(place) if h.tiers[dst].promote != "never"]
+            for key in keys if open_to else ():
+                if key not in self._queued and (
+                    dsts := tuple([dst for dst in open_to if self._wants_locked(dst, key)])
+                ):
+                    self._queued.add(key)
+                    self._waiting.append((key, dsts))
+                    ask = True
             while len(self._waiting) > _MAX_WAITING:
                 self._queued.discard(self._waiting.popleft()[0])
         if ask:
             for promoter in self._promoters:
                 promoter.wake()
 
+    def _wants_locked(self, dst: int, key: Key) -> bool:
+        """Whether a record that was read further down should come up to a tier."""
+        tier = self._h.tiers[dst]
+        return (tier.policy is None or key not in tier.policy) and tier.second_use(key)
+
     def _promote(self) -> float | None:
         h = self._h
         while not h.closed:
+            if self._can_cut():
+                self._announce_again()
             with h.lock:
                 queue, patience = self._waiting, _PATIENCE_S
                 if self._prefetch:
@@ -321,70 +333,117 @@ class Background:
                 if not queue:
                     return None
                 prefetching = queue is self._prefetch
-                dst = queue[0][1]
+                dsts = queue[0][1]
                 room = int(h.mean_bytes_locked() * min(len(queue), _PROMOTE_BATCH))
-            h.make_way(dst, room, time.monotonic() + patience)
+            end = time.monotonic() + patience
+            for dst in dsts:
+                h.make_way(dst, room, end)
             with h.lock:
-                if not queue or queue[0][1] != dst:  # another one took it
+                if not queue or queue[0][1] != dsts:  # another one took it
                     continue
-                policy = h.tiers[dst].policy
+                policies = [h.tiers[dst].policy for dst in dsts]
                 keys: list[Key] = []
-                while queue and queue[0][1] == dst and len(keys) < _PROMOTE_BATCH:
+                later: Promotions = deque()
+                while queue and queue[0][1] == dsts and len(keys) < _PROMOTE_BATCH:
                     key, _ = queue.popleft()
                     self._queued.discard(key)
-                    if key not in h.claimed and (policy is None or key not in policy):
+                    if prefetching and h.window.parents.get(key) in self._absent:  # behind a hole it is of no use
+                        self._absent[key] = time.monotonic()
+                    elif all(policy is not None and key in policy for policy in policies):
+                        continue
+                    elif key not in h.claimed:
                         keys.append(key)
+                    elif prefetching:
+                        later.append((key, dsts))
+                queue.extendleft(reversed(later))
                 h.claimed.update(keys)
             if not keys:
+                if later:
+                    return _BUSY_S
                 continue
             try:
-                self._mover.promote(dst, keys)
+                nowhere = self._mover.promote(dsts, keys)
             except KVStoreError as error:
                 logger.debug("%s: records could not come up: %s", h.name, error)
+                continue
             if prefetching:
-                now = time.monotonic()
                 with h.lock:
-                    for key in keys:
-                        if not h.resident_locked(key):
-                            self._absent[key] = now
+                    self._absent |= dict.fromkeys(nowhere, time.monotonic())
         return None
 
     def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
         """See `TieredBackend.announce`."""
         h = self._h
+        with self._announcing:  # one after the other
+            self._announce(waiting)
         with h.changed:
-            capacities = [h.tiers[place].capacity or 0 for place in h.bounded]
-            h.window = window = window_of(waiting, capacities, h.mean_bytes_locked())
-            within = [[key for key in chain if key in window.rank] for chain in waiting]
-            for place in h.bounded:
-                policy = h.tiers[place].policy
-                if policy is not None:
-                    policy.announce(within)
-            now = time.monotonic()
-            self._absent = {
-                key: when for key, when in self._absent.items() if key in window.rank and now - when < _RETRY_ABSENT_S
-            }
+            h.wait_dropped_locked(h.window.rank, time.monotonic() + DROP_WAIT_S)
+
+    def _can_cut(self) -> bool:
+        """Whether the window had to be left uncut, and now need not be."""
+        if self._uncut is None:
+            return False
+        with self._h.lock:
+            return self._h.mean_bytes_locked() > 0
+
+    def _announce_again(self) -> None:
+        """The first records are there, and tell how many of the queue there is room for."""
+        with self._announcing:
+            if self._uncut is not None:
+                self._announce(self._uncut)
+
+    def _announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        """Takes the lock of all for short, not for the length of the queue."""
+        h = self._h
+        with h.lock:
+            capacities, mean = [h.tiers[place].capacity or 0 for place in h.bounded], h.mean_bytes_locked()
+        window = window_of(waiting, capacities, mean)
+        within = [[key for key in chain if key in window.rank] for chain in waiting]
+        with h.lock:
+            h.window = window
+            self._uncut = None if mean else within
             self._prefetch.clear()
-            for key, rank in window.rank.items():
-                number = window.place(rank)
-                if number >= len(h.bounded) or key in self._absent:
-                    continue
-                dst = h.bounded[number]
-                if h.tiers[dst].promote != "never" and not self._within_locked(key, number):
-                    self._prefetch.append((key, dst))
-            ask = bool(self._prefetch)
-            # What is about to leave the store was chosen before it was known to be needed: it goes first, or stays.
-            end = time.monotonic() + _ANNOUNCE_WAIT_S
-            while not h.dropping.isdisjoint(window.rank) and not h.closed and time.monotonic() < end:
-                h.changed.wait(seconds_left(end))
-        if ask:
+        for place in h.bounded:
+            policy = h.tiers[place].policy
+            if policy is not None:
+                with h.lock:
+                    policy.announce(within)
+        if self._fetch_ahead(window):
             for promoter in self._promoters:
                 promoter.wake()
 
+    def _fetch_ahead(self, window: Window) -> bool:
+        """Queue what should come up, the most urgent first. True if there is something."""
+        h = self._h
+        places = [(number, most, h.bounded[number]) for number, most in enumerate(window.wanted)]
+        keys = list(window.rank)
+        ask = False
+        start, now = 0, time.monotonic()
+        with h.lock:
+            self._absent = {
+                key: when for key, when in self._absent.items() if key in window.rank and now - when < _RETRY_ABSENT_S
+            }
+        for number, most, dst in places:
+            if h.tiers[dst].promote != "never":
+                for at in range(start, min(most, len(keys)), _ANNOUNCE_SLICE):
+                    with h.lock:
+                        missing = [
+                            (key, (dst,))
+                            for key in keys[at : min(most, at + _ANNOUNCE_SLICE)]
+                            if key not in self._absent and not self._within_locked(key, number)
+                        ]
+                        self._prefetch += missing
+                    ask = ask or bool(missing)
+            start = max(start, most)
+        return ask
+
     def _within_locked(self, key: Key, number: int) -> bool:
         """Whether the `number`-th bounded tier, or a faster one, has the record."""
-        h = self._h
-        return any(key in policy for place in h.bounded[: number + 1] if (policy := h.tiers[place].policy) is not None)
+        for place in self._h.bounded[: number + 1]:
+            policy = self._h.tiers[place].policy
+            if policy is not None and key in policy:
+                return True
+        return False
 
     def hurry(self) -> None:
         """Try again at once what waits after a failure."""
@@ -394,12 +453,16 @@ class Background:
             busy = [self.settling[p] for p, tier in enumerate(h.tiers) if tier.owed or tier.unsure]
             busy += [self.relief[p] for p in h.bounded if h.tiers[p].excess() > 0]
             busy += [self._listers[p] for p in h.bounded if h.tiers[p].listing]
+        if self._can_cut():
+            busy += self._promoters
         for worker in busy:
             worker.wake()
 
     def quiet(self) -> bool:
         """Whether nothing waits and nothing is at work. For tests and tools."""
         h = self._h
+        if self._can_cut() and self._uncut:
+            return False
         with h.lock:
             busy = bool(h.claimed or self._waiting or self._prefetch)
             return not busy and not any(

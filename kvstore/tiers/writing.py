@@ -116,15 +116,15 @@ class TierWriter:
             short = [key for key in keys if not h.covered_locked(key, place)]
         if not short:
             return
-        below = self._mover.copy(place, short, range(place + 1, h.last + 1), every=True, deadline=deadline)
+        below = self._mover.copy(place, short, range(place + 1, h.last + 1), to="down", deadline=deadline)
         with h.changed:
-            for key, (lowest, nbytes) in below.items():
+            for key, ((*_, lowest), nbytes) in below.items():
                 h.tiers[place].settle(key)
                 if lowest < h.last:
                     h.tiers[lowest].owe(key, nbytes)
         by_key = {writes[index].key: index for index in there}
         for key in short:
-            if key not in below or not h.tiers[below[key][0]].durable:
+            if key not in below or not h.tiers[below[key][0][-1]].durable:
                 text = f"{h.tiers[place].name} has it, but {h.tiers[start].name} has not"
                 outcomes[by_key[key]] = Outcome.failed(TransientError(text, backend=h.name, operation="put", key=key))
 

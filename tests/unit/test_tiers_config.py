@@ -78,6 +78,9 @@ def test_remote_url_is_the_last_tier() -> None:
         ({"tiers": 7}, "must be a list"),
         ({"tiers": [{"bytes": 1}]}, "has no url"),
         ({"tiers": ["nonsense"]}, "a backend is named by"),
+        ({"tiers": [3]}, "a tier must be a URL or a map with a url, not int"),
+        ({"tiers": [{"url": None}]}, "a tier must be a URL or a map with a url, not NoneType"),
+        ({"tiers": [{"url": "memory://", "policy_options": {"clock": 3}}]}, "policy_options has no 'clock'"),
         ({"tiers": [["memory://", "file:///kv"]]}, "a tier is one place, but 2 URLs"),
         (
             {"tiers": [{"url": "memory://", "promot": "never"}]},
