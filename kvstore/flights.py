@@ -19,7 +19,7 @@ from .errors import KVStoreError, TransientError
 from .keys import Key
 from .record import RecordSpec, checksum
 from .scheduler import Batch, Job, Priority
-from .targets import Counters, Target
+from .targets import Counters, HeadMemo, Target
 
 __all__ = ["Flight", "FlightJob", "Flights", "Parts"]
 
@@ -62,6 +62,7 @@ class Flight:
     checksums: list[int] | None = None  # of all raw segments of the record, once its header was verified
     digests: list[int | None] | None = None  # checksums of its segments as they landed
     parts: Parts | None = None
+    memo: HeadMemo | None = None
     riders: dict[Flight, None] | None = None
     host: Flight | None = None  # what it rides along with
     late = False  # it came aboard after the backend was asked

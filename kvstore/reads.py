@@ -240,7 +240,7 @@ class Reader:
         if not wanted:
             job.end(ended)
             return
-        heads = self._head_views([flight.spec.data_offset for flight in wanted])
+        heads = self._heads_for(wanted)
         reads: list[Read] = []
         marks: list[int] = []
         deadline, batch = -math.inf, None
@@ -252,7 +252,8 @@ class Reader:
                 deadline = max(deadline, batch.deadline)
             if flight.riders:
                 deadline = max(deadline, flight.deadline)
-            reads.append(_read((flight.key, head, 0, None)))
+            if head is not None:
+                reads.append(_read((flight.key, head, 0, None)))
             if len(flight.views) == 1:
                 reads.append(_read((flight.key, flight.views[0], flight.spec.offsets[flight.first], None)))
             else:
@@ -263,7 +264,9 @@ class Reader:
         outcomes = call_get(job.target, reads, deadline)
         quick, ok, begin = self.quick, Status.OK, 0
         for flight, head, end in zip(wanted, heads, marks, strict=False):
-            if quick and len(flight.views) == 1:  # most small records; in any trouble `_judge` says which
+            if (
+                quick and head is not None and len(flight.views) == 1
+            ):  # most small records; in any trouble `_judge` says which
                 view, (header, body) = flight.views[0], outcomes[begin:end]
                 if (
                     header.status is ok
@@ -273,13 +276,23 @@ class Reader:
                 ):
                     sums = raw_checksums(head, flight.key, flight.spec)
                     if sums is not None and sums[flight.first] == checksum(view):
-                        flight.checksums = sums
+                        _remember(flight, sums)
                         ended.append((flight, body))
                         begin = end
                         continue
             ended.append((flight, _judge(flight, head, reads[begin:end], outcomes[begin:end])))
             begin = end
         job.end(ended)
+
+    def _heads_for(self, flights: Sequence[Flight]) -> Sequence[memoryview | None]:
+        """Where the header of each flight's record goes; None if an earlier read knows it. At least as many."""
+        if not [None for flight in flights if flight.memo is not None]:
+            return self._head_views([flight.spec.data_offset for flight in flights])
+        for flight in flights:  # looked at once: another thread may empty a memo at any time
+            flight.checksums = None if flight.memo is None else flight.memo.checksums
+        sizes = [flight.spec.data_offset for flight in flights if flight.checksums is None]
+        views = iter(self._head_views(sizes) if sizes else ())
+        return [next(views) if flight.checksums is None else None for flight in flights]
 
     def _head_views(self, sizes: Sequence[int]) -> Sequence[memoryview]:
         """This lane's own scratch memory for headers, at least one view per size. They are parsed before the next
@@ -395,6 +408,8 @@ class Reader:
         if final:
             self.flights.land(final)
         for flight in suspects:  # last: what is good does not wait for what is not
+            if flight.memo is not None:
+                flight.memo.checksums = None
             self._conclude(target, [(flight, self._look_again(target, flight))])
 
     def _look_again(self, target: Target, flight: Flight) -> Outcome:
@@ -442,15 +457,23 @@ def _landing(digests: list[int | None], base: int, views: Sequence[memoryview], 
     return landed
 
 
-def _judge(flight: Flight, head: memoryview, reads: Sequence[Read], outcomes: Sequence[Outcome]) -> Outcome:
-    """What became of a flight that was read whole; the first of its reads is the header's. `SUSPECT`: look again."""
-    bad = _first_bad(reads, outcomes, headed=True)
+def _remember(flight: Flight, sums: list[int]) -> None:
+    """The header was verified: these are the checksums of the record's segments."""
+    flight.checksums = sums
+    if flight.memo is not None:
+        flight.memo.checksums = sums
+
+
+def _judge(flight: Flight, head: memoryview | None, reads: Sequence[Read], outcomes: Sequence[Outcome]) -> Outcome:
+    """What became of a flight that was read whole; the first of its reads is the header's, unless that is known.
+    `SUSPECT`: look again."""
+    bad = _first_bad(reads, outcomes, headed=head is not None)
     if bad is not None:
         return bad
-    sums = raw_checksums(head[: outcomes[0].nbytes], flight.key, flight.spec)
+    sums = flight.checksums if head is None else raw_checksums(head[: outcomes[0].nbytes], flight.key, flight.spec)
     if sums is None:
         return SUSPECT
-    flight.checksums = sums
+    _remember(flight, sums)
     digests = flight.digests or [None] * len(flight.views)
     for number, (view, digest) in enumerate(zip(flight.views, digests, strict=True), flight.first):
         if (checksum(view) if digest is None else digest) != sums[number]:

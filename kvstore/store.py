@@ -374,7 +374,14 @@ def _prepare(want: Want) -> Flight:
     """A want, checked against its spec."""
     if want.__class__ is not Want:
         raise ConfigError(f"a Want is needed, not {type(want).__name__}")
-    key, dst, spec, first, count, hold = want
+    flight = _flight_of(want)
+    if want.memo is not None:
+        flight.memo = want.memo
+    return flight
+
+
+def _flight_of(want: Want) -> Flight:
+    key, dst, spec, first, count, hold, _ = want
     if key.__class__ is not Key:
         raise _not_a_key(key)
     total = len(spec.sizes)

@@ -22,6 +22,20 @@ __all__ = ["Counters", "Item", "Target", "Want", "attempt", "flat_bytes", "pin_a
 logger = logging.getLogger("kvstore.targets")
 
 
+class HeadMemo:
+    """What one read learned from a record's header, for those that read other segments of it soon after: with it they
+    need not read the header once more. Made empty; filled and emptied by the store.
+
+    Attributes:
+        checksums: of all segments, if the record is stored raw and its header was verified; else None.
+    """
+
+    __slots__ = ("checksums",)
+
+    def __init__(self) -> None:
+        self.checksums: list[int] | None = None
+
+
 class Want(NamedTuple):
     """One record, or a run of its segments, to read.
 
@@ -33,6 +47,7 @@ class Want(NamedTuple):
         first: first segment (layer) wanted.
         num_segments: how many; None means all from `first` on.
         hold: pool buffer that `dst` lies in. It is pinned while I/O runs, so it may be released at any time.
+        memo: given by those who read one record in several wants: one for all of them.
     """
 
     key: Key
@@ -41,6 +56,7 @@ class Want(NamedTuple):
     first: int = 0
     num_segments: int | None = None
     hold: Buffer | None = None
+    memo: HeadMemo | None = None
 
 
 class Item(NamedTuple):

@@ -1,72 +1,44 @@
-"""`Arbiter`: which part of which stream is loaded next, within a budget of bytes. The works of the `Prefetcher`.
+"""`Arbiter`: what the `Prefetcher` and its streams call. Streams begin, are waited for and end here.
 
-It has no thread of its own: whatever happens comes through a `Mailbox`.
-
-The order in which memory is given: parts that somebody waits for, by deadline; then read-ahead of jobs that run, the
-one with least ahead first; then speculation for the queue, by deadline. A part that is waited for takes the memory of
-read-ahead, latest first, if there is no other. A job that waits holds nothing but what it has retained, so jobs cannot
-block each other.
+It has no thread of its own: whatever happens comes through a `Mailbox`. Who gets memory is decided in `allotment`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstore.backend import Status
 from kvstore.buffers import Buffer
-from kvstore.completion import CancelledError, Completion
-from kvstore.errors import ClosedError, KVStoreError, PoolExhausted
-from kvstore.scheduler import Priority, seconds_left
-from kvstore.targets import Want
+from kvstore.completion import CancelledError
+from kvstore.errors import ClosedError, PoolExhausted
+from kvstore.metrics import renew_after_fork
+from kvstore.scheduler import seconds_left
 
-from .mailbox import Mailbox
+from .allotment import Allotment
 from .parts import Part, State, StreamState, paged
-from .plan import LayerPlan, read_buffer_bytes
-from .speed import Speed
+from .plan import LayerPlan
 
 if TYPE_CHECKING:
-    from kvstore.backend import Outcome
     from kvstore.store import Store
 
 __all__ = ["Arbiter"]
 
 logger = logging.getLogger("kvstore.prefetch")
 
-_MOST_UNDER_WAY = 8  # parts of one stream: enough for every lane, each with many chunks
 _POLL_S = 0.005  # between looks whether late I/O has ended; there is no notice of that
 _POOL_SLICE_S = 0.25  # between looks for a cancel, while memory of the pool is waited for
 
 
-class Arbiter(Mailbox):
-    """The streams of a prefetcher, and the memory that they share. Thread-safe.
-
-    Args:
-        budget: bytes of the pool for all streams together.
-        lookahead: how many of them streams that have not begun may have.
-        first, most: bytes of the first and of the largest group of layers.
-    """
+class Arbiter(Allotment):
+    """The streams of a prefetcher. Thread-safe. Arguments as of `Allotment`."""
 
     def __init__(self, store: Store, *, budget: int, lookahead: int, first: int, most: int) -> None:
-        super().__init__()
-        self._store = store
-        self._pool = store.pool
-        self._budget, self._lookahead = budget, lookahead
-        self._first, self._most = first, most
-        # A prefix's records may lie on any backend of the store; the largest wish costs the others nothing.
-        self._preferred = max(target.limits.preferred_io_bytes for target in store._machinery.targets)
-        self._streams: dict[StreamState, None] = {}
-        self._queue: dict[tuple[Any, ...], StreamState] = {}  # announced, not begun
-        self._late: list[tuple[Completion[Sequence[Outcome]], int]] = []  # memory that late I/O may still touch
-        self._used = 0
-        self._peak = 0
-        self._revoked = 0
-        self._number = 0
-        self._closed = False
-        self.speed = Speed()
+        super().__init__(store, budget=budget, lookahead=lookahead, first=first, most=most)
+        renew_after_fork(self)
 
     # For the prefetcher.
 
@@ -75,8 +47,8 @@ class Arbiter(Mailbox):
         with self._locked():
             if self._closed:
                 raise ClosedError("the prefetcher is closed")
-            state = self._queue.pop(plan.name, None)
-            if state is not None and state.plan.split == plan.split and not state.over:
+            state = self._same(self._queue.pop(plan.name, None), plan)
+            if state is not None:
                 self._adopt(state, plan, deadline)
             else:
                 state = self._new(plan, deadline, started=True)
@@ -90,8 +62,8 @@ class Arbiter(Mailbox):
                 return
             before, self._queue = self._queue, {}
             for plan in plans:
-                state = before.pop(plan.name, None) or self._queue.get(plan.name)
-                if state is None or state.over:
+                state = self._same(before.pop(plan.name, None) or self._queue.pop(plan.name, None), plan)
+                if state is None:
                     state = self._new(plan, math.inf, started=False)
                 state.plan = plan
                 self._queue[plan.name] = state
@@ -117,283 +89,18 @@ class Arbiter(Mailbox):
                 self._end(state)
             self._queue.clear()
 
-    # Streams; the lock is held.
-
-    def _new(self, plan: LayerPlan, deadline: float, *, started: bool) -> StreamState:
-        self._number += 1
-        state = StreamState(plan, deadline, self._number, started=started)
-        state.lay_out(preferred=self._preferred, most=self._most, first=self._first)
-        self._streams[state] = None
-        return state
-
-    def _adopt(self, state: StreamState, plan: LayerPlan, deadline: float) -> None:
-        """An announced job begins. What is there stays; what is on its way with a low priority is asked for again,
-        and joins it."""
-        state.plan, state.deadline, state.priority = plan, deadline, plan.priority
-        state.started, state.stalled = True, False
-        while state.active and state.active[-1].state is not State.READY:
-            self._take_back(state)
-
-    def end(self, state: StreamState) -> None:
-        """Cancel a stream."""
-        with self._locked():
-            self._end(state)
-            self._pump()
-
-    def leave_behind(self, state: StreamState) -> None:
-        """A stream was collected."""
-        self.post_from_anywhere(lambda: self._end(state))
-
-    def _end(self, state: StreamState, error: BaseException | None = None) -> None:
-        """Give everything back but what somebody holds."""
-        if error is not None and state.error is None:
-            state.error = error
-        state.cancelled = state.cancelled or error is None
-        for part in list(state.active):
-            self._free(state, part)
-        state.pending.clear()
-        self._streams.pop(state, None)
-        if self._queue.get(state.plan.name) is state:
-            del self._queue[state.plan.name]
-        state.wake.set()
-
-    def _free(self, state: StreamState, part: Part) -> None:
-        """A part is not needed any more by its stream; its memory goes once nobody holds it."""
-        state.active.remove(part)
-        if not state.active and not state.pending:
-            self._streams.pop(state, None)
-        if part.state is State.HELD:
-            part.holds -= 1
-            if part.holds:
-                return
-        self._give_back(part)
-        part.state = State.GONE
-
-    def _give_back(self, part: Part) -> None:
-        completion, part.completion = part.completion, None
-        buffers, part.buffers = part.buffers, ()
-        for buffer in buffers:
-            buffer.release()
-        if completion is None or completion.settled(0):
-            self._used -= part.nbytes
-        else:
-            self._late.append((completion, part.nbytes))
-            if not completion.done():
-                self._later.append(completion.cancel)
-
-    def _take_back(self, state: StreamState) -> None:
-        """The stream's last active part is planned again."""
-        part = state.active.pop()
-        self._give_back(part)
-        part.state = State.PLANNED
-        state.pending.appendleft(part)
-
-    def let_go(self, part: Part) -> None:
-        """One of those who hold a part lets it go."""
-        with self._locked():
-            part.holds -= 1
-            if not part.holds:
-                self._give_back(part)
-                part.state = State.GONE
-                self._pump()
-
-    def retain(self, state: StreamState, part: Part) -> None:
-        """One more holds a part that is held."""
-        with self._locked():
-            if part.state is not State.HELD:
-                if state.cancelled:
-                    raise CancelledError("the stream was cancelled")
-                raise ClosedError("this layer was given back")
-            part.holds += 1
-
-    def advance(self, state: StreamState, layer: int) -> None:
-        """Layers below `layer` are not needed any more."""
-        with self._locked():
-            self._advance(state, layer)
-            self._pump()
-
-    def _advance(self, state: StreamState, layer: int) -> None:
-        state.reached = max(state.reached, layer)
-        while state.active and state.active[0].end <= state.reached:
-            self._free(state, state.active[0])
-        while not state.active and state.pending and state.pending[0].end <= state.reached:
-            state.pending.popleft()
-
-    def done_with(self, state: StreamState, part: Part) -> None:
-        """The stream's first part, which was given to keep, is not needed any more."""
-        self.let_go(part)
-        with self._locked():
-            if state.active and state.active[0] is part:
-                self._free(state, part)
-                if not state.front or state.front.first >= part.end:
-                    state.reached = max(state.reached, part.end)
-                self._pump()
-
-    # Arrival.
-
-    def _arrived(self, state: StreamState, part: Part, completion: Completion[Sequence[Outcome]]) -> None:
-        outcomes: Sequence[Outcome] = ()
-        error: KVStoreError | None = None
-        try:
-            outcomes = completion.result(0)
-        except CancelledError:
-            pass
-        except KVStoreError as raised:  # on_error="raise", or a store that was closed
-            error = raised
-        self.speed.end(time.monotonic(), sum(outcome.nbytes for outcome in outcomes))
-        while state.completions and state.completions[0].settled(0):
-            state.completions.popleft()
-        if part.state is not State.LOADING or part.completion is not completion:
-            return  # nobody wants it any more
-        if error is not None:
-            self._end(state, error)
-            return
-        bad = [pair for pair, outcome in zip(part.pairs, outcomes, strict=True) if outcome.status is not Status.OK]
-        if bad and not state.started:
-            # It may be there when the job begins. Parts behind this one go too, since they must stay in order.
-            state.stalled = True
-            while part in state.active:
-                self._take_back(state)
-            return
-        state.arrived += 1
-        part.state = State.READY
-        for pair in bad:
-            state.limit(*pair)
-        state.wake.set()
-
-    def _reap(self) -> None:
-        """Memory that late I/O has let go of is free again."""
-        if self._late:
-            still = [entry for entry in self._late if not entry[0].settled(0)]
-            self._used -= sum(nbytes for _, nbytes in self._late) - sum(nbytes for _, nbytes in still)
-            self._late = still
-
-    # Asking for more; the lock is held.
-
-    def _pump(self) -> None:
-        """Ask the store for whatever is due and has room."""
-        self._reap()
-        blocked = [s for s in self._streams if s.waiting and not s.over and not s.active and not s.need_pool]
-        for state in sorted(blocked, key=lambda s: (s.deadline, s.number)):
-            if state.prune() is None:
-                state.wake.set()
-            elif not self._ask(state, demanded=True) and not state.need_pool:
-                return  # it comes next: nothing overtakes it
-        while True:
-            shares = self._shares()
-            able = [state for state in self._streams if self._may_read_ahead(state, shares)]
-            if not able or not self._ask(min(able, key=_rank), demanded=False):
-                return
-
-    def _shares(self) -> dict[StreamState, int]:
-        """How many bytes each announced job may have: what those before it will not need. Who has more gives it back,
-        so that a job that comes late and is due early is not locked out."""
-        shares, room = {}, self._lookahead
-        for state in sorted((s for s in self._streams if not s.started), key=_rank):
-            shares[state] = room
-            while state.ahead > room and state.active[-1].state is State.READY:
-                self._take_back(state)
-            part = state.prune()
-            limit = self._ahead_limit(state, self._bytes_of(state, part) if part else 0)
-            room = max(0, room - (state.ahead if state.stalled else int(min(limit, state.paged_bytes))))
-        return shares
-
-    def _may_read_ahead(self, state: StreamState, shares: dict[StreamState, int]) -> bool:
-        if state.over or state.stalled or state.need_pool:
-            return False
-        part = state.prune()
-        # Few at first: a miss costs little, and who waits for the first part does not wait for the lock.
-        if part is None or state.loading >= min(2 + state.arrived, _MOST_UNDER_WAY):
-            return False
-        size, ahead = self._bytes_of(state, part), state.ahead
-        if not state.started and ahead + size > shares[state]:
-            return False
-        return not ahead or ahead + size <= self._ahead_limit(state, size)
-
-    def _ahead_limit(self, state: StreamState, size: int) -> float:
-        """How many bytes a stream may have loaded ahead: what loading would be short of, and always two parts."""
-        compute_s, bandwidth = state.plan.compute_s, self.speed.bytes_per_s
-        if compute_s is None or bandwidth is None:
-            return math.inf
-        layers = state.plan.num_layers - state.reached
-        rest = state.total_bytes * layers / state.plan.num_layers
-        needed = read_buffer_bytes(bandwidth, 1 / bandwidth, rest, compute_s, layers)
-        return max(needed, 2 * size if state.started else size)
-
-    def _bytes_of(self, state: StreamState, part: Part) -> int:
-        return sum(paged(state.range_bytes(part, *pair)) for pair in part.pairs)
-
-    def _ask(self, state: StreamState, *, demanded: bool) -> bool:
-        """Ask the store for a stream's next part. False if there is no room for it."""
-        part = state.pending[0]
-        size = self._bytes_of(state, part)
-        while self._used and self._used + size > self._budget:
-            if not demanded or not self._revoke(state):
-                return False
-        while True:
-            try:
-                buffers = self._pool.acquire_many(self._sizes(state, part), 0)
-            except PoolExhausted:
-                if not demanded:
-                    return False
-                if self._revoke(state):
-                    continue
-                state.need_pool = True  # others use the pool, too: its waiters are served in turn
-                state.wake.set()
-                return False
-            except KVStoreError as error:  # a closed pool
-                self._end(state, error)
-                return True
-            self._use(size)
-            self._submit(state, part, buffers, size)
-            return True
-
-    def _use(self, size: int) -> None:
-        self._used += size
-        self._peak = max(self._peak, self._used)
-
-    def _sizes(self, state: StreamState, part: Part) -> list[int]:
-        return [state.range_bytes(part, *pair) for pair in part.pairs]
-
-    def _submit(self, state: StreamState, part: Part, buffers: Sequence[Buffer], size: int) -> None:
-        """Read a part, the first that is pending, into these buffers; `size` bytes of the budget are its."""
-        state.pending.popleft()
-        part.buffers, part.nbytes, part.state = buffers, size, State.LOADING
-        state.active.append(part)
-        wants = []
-        for (prefix, number), buffer in zip(part.pairs, buffers, strict=True):
-            chunk = state.plan.prefixes[prefix][number]
-            wants.append(Want(chunk.key, buffer.view, chunk.spec, part.first, part.count, buffer))
-        now = time.monotonic()
-        until = state.deadline if state.started else now + self._store.config.blocking_timeout
-        urgent = state.waiting and len(state.active) == 1
-        priority = Priority.DEMAND if urgent else state.priority
-        try:
-            completion = self._store.submit_get(wants, priority=priority, deadline=until)
-        except KVStoreError as error:
-            self._end(state, error)
-            return
-        self.speed.begin(now)
-        part.completion = completion
-        state.completions.append(completion)
-        completion.add_done_callback(lambda done: self.post(lambda: self._arrived(state, part, done)))
-
-    def _revoke(self, demanding: StreamState) -> bool:
-        """Give up one part of read-ahead, the least urgent of all, for one that is waited for. False: there is none."""
-        rich = [s for s in self._streams if s is not demanding and self._revocable(s)]
-        if not rich:
-            return False
-        state = max(rich, key=_rank)
-        self._take_back(state)
-        self._revoked += 1
-        return True
-
-    @staticmethod
-    def _revocable(state: StreamState) -> bool:
-        """The last part is there, and nobody is about to take it."""
-        if not state.active or state.active[-1].state is not State.READY:
-            return False
-        return not state.waiting or len(state.active) > 1
+    def _after_fork(self) -> None:
+        """The child has neither the store's threads nor its memory, and maybe locks that nobody frees."""
+        self._renew()
+        self._closed = True
+        for state in list(self._streams):
+            state.error = ClosedError("this stream was begun before fork()")
+            for part in state.active:
+                part.buffers, part.completion = (), None
+            state.active.clear()
+            state.pending.clear()
+            state.wake = threading.Event()
+        self._streams, self._queue, self._late, self._used = {}, {}, [], 0
 
     # Waiting.
 
@@ -474,7 +181,7 @@ class Arbiter(Mailbox):
             if not state.need_pool or state.over or state.active or part is None:
                 state.need_pool = False
                 return
-            sizes, size = self._sizes(state, part), self._bytes_of(state, part)
+            sizes, size = self._sizes(state, part), part.size
             if self._used and self._used + size > self._budget:
                 state.need_pool = False  # it is the budget that is short by now
                 return
@@ -513,10 +220,3 @@ class Arbiter(Mailbox):
                 return True
             parts = [part for part in (*state.active, *state.pending) if part.first <= layer < part.end]
             return all(part.state in (State.READY, State.HELD) for part in parts)
-
-
-def _rank(state: StreamState) -> tuple[float, ...]:
-    """Whose read-ahead comes first; whose comes last gives way first."""
-    if state.started and state.priority is not Priority.PREFETCH:
-        return (state.priority, state.ahead, state.deadline, state.number)
-    return (Priority.PREFETCH, math.inf if state.plan.deadline is None else state.plan.deadline, state.number)

@@ -117,7 +117,9 @@ class DeviceStage:
         self._pin = self.device.type == "cuda"
         self._queue = _Queue(self.device)
         self._slots = [self._memory(self.device) for _ in range(DEVICE_SLOTS)]
-        self._free: list[Any] = [_Event() for _ in self._slots]  # behind the last use of each slot
+        # Behind the last use of each slot; at first, whatever the caller's stream has in hand: torch may have given us
+        # memory that work of that stream still uses.
+        self._free: list[Any] = [self._queue.mark_caller() for _ in self._slots]
         self._num_ring = ring_slots
         self._ring: list[torch.Tensor] = []  # made when it is needed
         self._ring_free: list[Any] = []
@@ -155,8 +157,11 @@ class DeviceStage:
 
         Raises:
             ConfigError: a layer is larger than a slot.
+            ClosedError: the stage is closed.
             As `LayerStream.wait`.
         """
+        if not self._slots:
+            raise ClosedError("the device stage is closed")
         copies: dict[int, tuple[Any, DeviceLayer]] = {}
         try:
             for number in range(stream.num_layers):

@@ -24,6 +24,12 @@ class Mailbox(ABC):
     def _pump(self) -> None:
         """Do what has become possible. Called with the lock held."""
 
+    def _renew(self) -> None:
+        """In the child of a fork: whoever held the lock is not there."""
+        self._lock = threading.Lock()
+        self._posted.clear()
+        self._later.clear()
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:

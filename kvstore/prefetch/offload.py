@@ -14,6 +14,7 @@ w = end - start trades duplication (pages that lie in two places) for stall.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from kvstore.errors import ClosedError, ConfigError, PoolExhausted
 from kvstore.scheduler import seconds_left
 
 __all__ = ["OffloadWindow", "PageOffloader"]
+
+logger = logging.getLogger("kvstore.prefetch")
 
 P = TypeVar("P")
 
@@ -85,8 +88,9 @@ class OffloadWindow:
         if not self.demand(count):
             raise ConfigError(f"{count} pages cannot be allocated before they are copied")
         self.start += count
-        # As end = min(end + k, total); what a large demand had widened shrinks back to the window.
-        self.end = max(self.current, min(self.start + self.window, self.total))
+        # As end = min(end + k, total), but that what a large demand had widened narrows again to the window. It never
+        # moves back: those pages are being copied.
+        self.end = max(self.end, min(self.start + self.window, self.total))
 
 
 class PageOffloader(Generic[P]):
@@ -95,8 +99,9 @@ class PageOffloader(Generic[P]):
     Args:
         pages: what is free to begin with, the next to be allocated first.
         window: how many pages are kept ready (copied) at the front of the list.
-        save: called with pages to copy, in order, and with what to call once they are copied (at once, or from any
-            thread; with the error if they could not be: their KV is lost then, and counted). It must not block.
+        save: called with pages to copy, and with what to call once they are copied (at once, or from any thread; with
+            the error if they could not be: their KV is lost then, and counted). It must not block. What it raises is
+            logged, and counts as such an error.
 
     Attributes:
         lost: pages whose KV could not be saved.
@@ -202,7 +207,12 @@ class PageOffloader(Generic[P]):
         def done(error: BaseException | None = None) -> None:
             self._done(entry, error)
 
-        self._save(batch, done)
+        try:
+            self._save(batch, done)
+        except Exception as error:  # else these pages, and all behind them, could never be allocated
+            logger.exception("pages are not saved")
+            if not entry[1]:
+                done(error)
 
     def _done(self, entry: list[int | bool], error: BaseException | None) -> None:
         """A batch is copied. `current` moves over what is copied without a gap."""

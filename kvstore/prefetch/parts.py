@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.buffers import Buffer
 from kvstore.plan import runs
 from kvstore.scheduler import Priority
+from kvstore.targets import HeadMemo
 
 from .plan import LayerPlan, layer_groups
 
@@ -45,18 +46,20 @@ class Part:
     """Layers `first`, … of some chunks, each (prefix, chunk).
 
     Attributes:
-        nbytes: what its buffers take in the pool.
+        size: what buffers for its pairs take in the pool; as of the last `StreamState.prune`.
+        nbytes: what those that it has take.
         holds: how many look at it.
     """
 
-    __slots__ = ("buffers", "completion", "count", "first", "holds", "nbytes", "pairs", "state")
+    __slots__ = ("buffers", "completion", "count", "first", "holds", "nbytes", "pairs", "size", "state", "within")
 
     def __init__(self, first: int, count: int, pairs: Sequence[tuple[int, int]]) -> None:
         self.first = first
         self.count = count
         self.pairs = pairs
         self.state = State.PLANNED
-        self.nbytes = 0
+        self.size = self.nbytes = 0
+        self.within: tuple[int, ...] = ()  # the hits that `pairs` and `size` fit
         self.holds = 0
         self.buffers: Sequence[Buffer] = ()
         self.completion: Completion[Sequence[Outcome]] | None = None
@@ -82,6 +85,7 @@ class StreamState:
         need_pool: the pool has no room for the part that is waited for; who waits gets it himself.
         error: what ended the stream, to be raised; or None.
         completions: of what was asked for, as far as they may not be settled.
+        memos: of each (prefix, chunk), so that its record's header is read once and not with every part.
         split: a layer comes in several parts.
         paged_bytes: what all layers would take in the pool.
         wake: set when something changed for those who wait.
@@ -105,6 +109,7 @@ class StreamState:
         self.error: BaseException | None = None
         self.wake = threading.Event()
         self.completions: deque[Completion[Sequence[Outcome]]] = deque()
+        self.memos: defaultdict[tuple[int, int], HeadMemo] = defaultdict(HeadMemo)
         self.split = False
         self.total_bytes = sum(map(plan.layer_bytes, range(plan.num_layers)))
         self.paged_bytes = self.total_bytes
@@ -114,12 +119,14 @@ class StreamState:
         plan = self.plan
         pairs = [(n, chunk) for n, prefix in enumerate(plan.prefixes) for chunk in range(len(prefix))]
         chunks = [plan.prefixes[n][chunk] for n, chunk in pairs]
-        pieces = [[paged(chunk.spec.sizes[layer]) for chunk in chunks] for layer in range(plan.num_layers)]
-        totals = [sum(sizes) for sizes in pieces]
+        kinds = Counter(chunk.spec for chunk in chunks)  # few: all full chunks of a prompt are alike
+        totals = [sum(paged(spec.sizes[n]) * count for spec, count in kinds.items()) for n in range(plan.num_layers)]
         self.paged_bytes = sum(totals)
-        largest = [max(chunk.spec.sizes[layer] for chunk in chunks) for layer in range(plan.num_layers)]
+        largest = [max(spec.sizes[n] for spec in kinds) for n in range(plan.num_layers)]
         for begin, count in layer_groups(totals, largest, preferred=preferred, most=most, first=first):
-            cuts = runs(pieces[begin], most) if plan.split and count == 1 and totals[begin] > most else []
+            cuts = []
+            if plan.split and count == 1 and totals[begin] > most:
+                cuts = runs([paged(chunk.spec.sizes[begin]) for chunk in chunks], most)
             if len(cuts) > 1:
                 self.pending += [Part(begin, 1, pairs[at : at + number]) for at, number, _ in cuts]
                 self.split = True
@@ -159,7 +166,9 @@ class StreamState:
         """The next part to ask for, without the chunks that cannot be used any more; None if there is none."""
         while self.pending:
             part = self.pending[0]
-            part.pairs = [(prefix, chunk) for prefix, chunk in part.pairs if chunk < self.hits[prefix]]
+            if part.within != (hits := tuple(self.hits)):
+                part.pairs = [(prefix, chunk) for prefix, chunk in part.pairs if chunk < hits[prefix]]
+                part.size, part.within = sum(paged(self.range_bytes(part, *pair)) for pair in part.pairs), hits
             if part.pairs:
                 return part
             self.pending.popleft()

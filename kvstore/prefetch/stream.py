@@ -134,7 +134,7 @@ class LayerStream:
         self._arbiter = arbiter
         self.state = state
         self.plan: LayerPlan = state.plan
-        self._finalizer = weakref.finalize(self, _dropped, arbiter, state)
+        self._finalizer = weakref.finalize(self, arbiter.leave_behind, state)
         self._finalizer.atexit = False
 
     @property
@@ -179,8 +179,15 @@ class LayerStream:
             raise ConfigError(f"layer {layer} was given back; layers are asked for in order")
         if state.split:
             raise ConfigError("layers of this plan come in several parts; use parts()")
-        part = self._arbiter.await_front(state, end, layer=layer)
-        return LoadedLayer(self, part, layer)
+        return LoadedLayer(self, self._front(end, layer=layer), layer)
+
+    def _front(self, end: float, *, layer: int | None = None, keep: bool = False) -> Part | None:
+        """See `Arbiter.await_front`."""
+        try:
+            return self._arbiter.await_front(self.state, end, layer=layer, keep=keep)
+        finally:
+            if self.state.over:  # an error that was raised knows this frame, and the finalizer would keep both for ever
+                self._finalizer.detach()
 
     def parts(self) -> Iterator[LoadedPart]:
         """All parts in order, each as soon as it is there, and given back when the next one is asked for.
@@ -191,7 +198,7 @@ class LayerStream:
         Raises:
             As `wait`.
         """
-        while (part := self._arbiter.await_front(self.state, math.inf, keep=True)) is not None:
+        while (part := self._front(math.inf, keep=True)) is not None:
             try:
                 yield LoadedPart(self, part)
             finally:
@@ -232,11 +239,3 @@ class LayerStream:
 
     def __repr__(self) -> str:
         return f"<LayerStream of {self.num_layers} layers, hit {list(self.state.hits)}>"
-
-
-def _dropped(arbiter: Arbiter, state: StreamState) -> None:
-    """Nobody has the stream any more. A garbage collection may be in the middle of anything, the pool's own code
-    included, so no lock may be waited for here: another thread does it."""
-    if state.over or not (state.active or state.pending):
-        return
-    arbiter.leave_behind(state)

@@ -20,6 +20,7 @@ from kvstore.buffers import Buffer
 from kvstore.completion import CancelledError, Completion
 from kvstore.errors import ClosedError, ConfigError, KVStoreError, PoolExhausted, TransientError
 from kvstore.keys import Key
+from kvstore.metrics import renew_after_fork
 from kvstore.record import RecordSpec
 from kvstore.scheduler import Priority, seconds_left
 from kvstore.targets import Item
@@ -92,6 +93,7 @@ class LayerWriter:
         self._left_behind: deque[_Save] = deque()  # saves whose owner let go of them
         self._saves: weakref.WeakSet[LayerSave] = weakref.WeakSet()
         self._closed = False
+        renew_after_fork(self)
 
     def start(self, chunks: Sequence[ChunkSave], *, deadline: float | None = None, timeout: float = 0.0) -> LayerSave:
         """Begin to save the chunks of one prompt, given in the order of the prefix. Chunks that the store has already
@@ -109,26 +111,34 @@ class LayerWriter:
         now = time.monotonic()
         if len({len(chunk.spec.sizes) for chunk in chunks}) > 1:
             raise ConfigError("the records of one save have different numbers of layers")
-        if self._closed:
-            raise ClosedError("the layer writer is closed")
+        self._check_open()
         until = now + self.store.config.put_timeout if deadline is None else deadline
         end = min(now + timeout, until)
         existing = self._known([chunk.key for chunk in chunks], end) if chunks and end > now else 0
         save = _Save(self, list(chunks), until)
+        handle = LayerSave(save)  # from here on it gives back what it has got, whatever happens
         for index in range(existing):
             save.outcomes[index] = EXISTS
         for index in range(existing, len(chunks)):
             try:
                 save.buffers[index] = self._take(chunks[index].spec.raw_bytes, end)
             except KVStoreError as error:
+                outcome = _failed(error)
                 for behind in range(index, len(chunks)):
-                    save.outcomes[behind] = Outcome.failed(error)
+                    save.outcomes[behind] = outcome
                     save.dropped.add(behind)
                 break
         save.settle_if_over()
-        handle = LayerSave(save)
-        self._saves.add(handle)
+        with self._less:
+            self._saves.add(handle)
+            if not self._closed:
+                return handle
+        handle.cancel()  # `close` came in between
         return handle
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the layer writer is closed")
 
     def _known(self, keys: Sequence[Key], end: float) -> int:
         """How many leading chunks the store has, as far as that is known in time."""
@@ -189,9 +199,19 @@ class LayerWriter:
 
     def close(self) -> None:
         """No more saves; those that are not complete are given up, those that are go on. May be called twice."""
-        self._closed = True
-        for save in list(self._saves):
+        with self._less:
+            self._closed = True
+            saves = list(self._saves)
+        for save in saves:
             save.cancel()
+
+    def _after_fork(self) -> None:
+        """The child has neither the store's threads nor its memory, and maybe locks that nobody frees."""
+        self._less, self._closed = threading.Condition(), True
+        self._used, self._late = 0, []
+        self._left_behind.clear()
+        for save in list(self._saves):
+            save._save.lock, save._save.buffers = threading.Lock(), {}
 
     def __enter__(self) -> LayerWriter:
         return self
@@ -262,7 +282,7 @@ class _Save:
         try:
             done = store.submit_put(items, priority=Priority.BACKGROUND, deadline=self.deadline)
         except KVStoreError as error:
-            self._put_done(buffers, [Outcome.failed(error)] * len(buffers))
+            self._put_done(buffers, [_failed(error)] * len(buffers))
             self.writer._free(nbytes)
             return
         finally:
@@ -275,7 +295,7 @@ class _Save:
             except CancelledError:
                 outcomes = [Outcome.failed(TransientError("cancelled", operation="put"))] * len(buffers)
             except KVStoreError as error:  # on_error="raise"
-                outcomes = [Outcome.failed(error)] * len(buffers)
+                outcomes = [_failed(error)] * len(buffers)
             self.writer._free(nbytes, done)
             self._put_done(buffers, outcomes)
 
@@ -376,6 +396,11 @@ def _dropped(save: _Save) -> None:
         save.writer._left_behind.append(save)
         with contextlib.suppress(RuntimeError):  # no thread can be had: whoever needs memory next sees to it
             threading.Thread(target=save.writer._bury, name="kvstore-save-dropped", daemon=True).start()
+
+
+def _failed(error: KVStoreError) -> Outcome:
+    """Without its traceback, whose frames know the save: it would keep itself, and its memory, for ever."""
+    return Outcome.failed(error.with_traceback(None))
 
 
 def _refused(outcome: Outcome) -> bool:

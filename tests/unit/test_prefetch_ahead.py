@@ -104,6 +104,7 @@ def test_trouble_with_speculation_is_no_miss() -> None:
         prefetcher.announce([queued(keys)])
         until(lambda: any(state.stalled for state in prefetcher._arbiter._streams))
         until(lambda: quiet(prefetcher))
+        backend._by_operation["get"].clear()  # the miss, if the error came before it was asked for
         with prefetcher.start(plan(keys)) as stream:
             assert stream.hit_prefix == CHUNKS
             assert read_all(stream, keys) == CHUNKS
@@ -244,4 +245,42 @@ def test_a_backend_that_fails_throughout_is_a_miss(error: TransientError) -> Non
         with prefetcher.start(plan(keys)) as stream:
             assert stream.wait(0).views() == []
             assert stream.hit_prefix == 0
+        until(lambda: gone(prefetcher))
+
+
+def test_an_announcement_of_another_shape_is_given_up() -> None:
+    """With `split` the parts are others; what was loaded for them must not stay behind."""
+    backend, (keys,) = prompts(1)
+    with store_over(backend) as store:
+        prefetcher = single(store, max_group_bytes=LAYER // 2)
+        for announced in (True, False):
+            prefetcher.announce([queued(keys, split=announced)])
+            until(lambda: quiet(prefetcher))
+            with prefetcher.start(plan(keys, split=not announced)) as stream:
+                if announced:
+                    assert read_all(stream, keys) == CHUNKS
+                else:
+                    assert sum(part.count * len(part.chunks()) for part in stream.parts()) == LAYERS * CHUNKS
+            until(lambda: gone(prefetcher))
+        prefetcher.announce([queued(keys, split=True)])
+        prefetcher.announce([queued(keys)])
+        with prefetcher.start(plan(keys)) as stream:
+            assert read_all(stream, keys) == CHUNKS
+        until(lambda: gone(prefetcher))
+
+
+def test_who_waits_with_a_low_priority_takes_nothing_from_others() -> None:
+    backend, (keys, other) = prompts(2)
+    with store_over(backend) as store:
+        prefetcher = single(store, budget_bytes=2 * LAYER)
+        urgent = prefetcher.start(plan(keys))
+        until(lambda: prefetcher.stats()["used_bytes"] == 2 * LAYER and quiet(prefetcher))
+        with prefetcher.start(plan(other, priority=Priority.PREFETCH)) as idle:
+            with pytest.raises(TimeoutError):
+                idle.wait(0, timeout=0.02)
+            assert prefetcher.stats()["revoked"] == 0
+            assert urgent.ready(0)
+            assert urgent.ready(1)
+            assert read_all(urgent, keys) == CHUNKS
+            assert read_all(idle, other) == CHUNKS
         until(lambda: gone(prefetcher))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -144,3 +145,63 @@ def test_a_slot_that_is_too_small_is_named() -> None:
     for options in ({"slot_bytes": 0}, {"slot_bytes": 1, "ring_slots": 0}):
         with pytest.raises(ConfigError, match="at least 1"):
             DeviceStage("cpu", **options)
+
+
+class _Stream:
+    """As strict as `torch.cuda.Stream`: what it waits for is an event that a stream recorded."""
+
+    def record_event(self) -> _Mark:
+        return _Mark()
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+
+class _Mark:
+    def wait(self, stream: _Stream) -> None:
+        assert type(stream) is _Stream
+
+    def synchronize(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return True
+
+
+class _Cuda:
+    caller = _Stream()
+
+    @staticmethod
+    def stream(stream: _Stream) -> contextlib.AbstractContextManager[None]:
+        assert type(stream) is _Stream
+        return contextlib.nullcontext()
+
+    def current_stream(self, device: Any) -> _Stream:
+        return self.caller
+
+
+class _Queue(module._Queue):
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self._cuda, self._stream = _Cuda(), _Stream()
+
+
+@pytest.mark.parametrize("page_locked", [False, True])
+def test_a_device_waits_only_for_events_of_its_streams(page_locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of streams and events, which no test here can make, are at least given what they take."""
+    monkeypatch.setattr(module, "_Queue", _Queue)
+    backend, keys = filled()
+    with store_over(backend) as store:
+        if page_locked:
+            monkeypatch.setattr(store.pool.slabs[0], "page_locked", True)
+            monkeypatch.setattr("kvstore.buffers._cuda_host_unregister", lambda view: None)
+        prefetcher = single(store)
+        stage = DeviceStage("cpu", CHUNKS * SEGMENT)
+        for _ in range(2):
+            with prefetcher.start(plan(keys)) as stream:
+                for layer in stage.layers(stream):
+                    assert [raw(t) for t in layer.segments()] == [expected(key, layer.layer) for key in keys]
+        stage.close()
+        with prefetcher.start(plan(keys)) as stream, pytest.raises(ClosedError, match="stage is closed"):
+            next(iter(stage.layers(stream)))
+        until(lambda: gone(prefetcher))

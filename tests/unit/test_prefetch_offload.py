@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -57,7 +59,7 @@ class Pointers(RuleBasedStateMachine):
         self.real.take(count)
         del self.pages[:count]
         self.allocated += count
-        self.intended = max(sum(self.pages), min(self.window, len(self.pages)))
+        self.intended = max(self.intended - count, min(self.window, len(self.pages)))  # what is copied stays so
 
     @rule()
     def settle(self) -> None:
@@ -158,6 +160,35 @@ def test_more_than_the_window_is_copied_on_demand() -> None:
     thread.join(20)
     assert got == [list(range(7))]
     assert set(got[0]) <= set(mover.saved)
+
+
+def test_a_large_allocation_that_was_given_up_leaves_the_pointers_right() -> None:
+    """What it had begun to copy is still under way when a smaller one succeeds."""
+    batches: list[tuple[Any, Callable[..., None]]] = []
+    free = PageOffloader(range(20), window=2, save=lambda pages, done: batches.append((list(pages), done)))
+    with pytest.raises(PoolExhausted, match="in time"):
+        free.allocate(10, timeout=0)
+    assert free.pointers == (0, 0, 10)
+    batches.pop(0)[1]()
+    assert free.allocate(1, timeout=0) == [0]
+    assert free.pointers == (1, 2, 10)
+    batches.pop(0)[1]()
+    assert free.pointers == (1, 10, 10)
+    assert free.allocate(9, timeout=0) == list(range(1, 10))
+    assert free.pointers == (10, 10, 12)  # and the window is as wide as it was
+
+
+def test_a_save_that_raises_loses_its_pages_and_blocks_nobody() -> None:
+    def save(pages: Sequence[int], done: Callable[..., None]) -> None:
+        if pages[0] == 4:
+            done()
+        if pages[0] in (0, 4):
+            raise OSError("no")
+        done()
+
+    free = PageOffloader(range(8), window=2, save=save)
+    assert [free.allocate(2, timeout=0) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert free.lost == 2
 
 
 def test_pages_whose_copy_failed_are_lost_but_free() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -277,3 +279,42 @@ def test_many_engines_share_one_buffer() -> None:
         assert sum(each.stored for _, each in reports) > 32
         assert writer.stats()["peak_bytes"] <= 3 * RECORD
         until(lambda: idle(writer))
+
+
+def test_a_save_with_a_dropped_tail_that_is_let_go_gives_its_memory_back() -> None:
+    """The error of what was dropped must not keep the save alive: its traceback knows the frames that know it."""
+    with store_over(DictBackend()) as store:
+        writer = LayerWriter(store, buffer_bytes=2 * SPEC.raw_bytes)
+        save = writer.start([ChunkSave(key, SPEC) for key in chain(5)])
+        assert save.wanted == [True, True, False, False, False]
+        with save.layer(0):
+            pass
+        done = save.completion
+        del save
+        gc.collect()
+        assert done.result(20).dropped == 5
+        until(lambda: writer.stats()["used_bytes"] == 0 == store.pool.stats().in_use)
+
+
+def test_after_a_fork_nothing_hangs() -> None:
+    with store_over(DictBackend()) as store:
+        writer = LayerWriter(store)
+        save = writer.start([ChunkSave(key, SPEC) for key in chain(2)])
+        with writer._less, save._save.lock:  # as if another thread were in the middle of something
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                os._exit(_in_a_child(writer, save))
+        assert os.waitpid(child, 0)[1] == 0
+        save.cancel()
+        assert writer.stats()["used_bytes"] == 0
+
+
+def _in_a_child(writer: LayerWriter, save: LayerSave) -> int:
+    save.cancel()
+    writer.close()
+    try:
+        writer.start([ChunkSave(key, SPEC) for key in chain(1)])
+    except ClosedError:
+        return writer.stats()["used_bytes"]
+    return 1

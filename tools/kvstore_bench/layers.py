@@ -82,8 +82,10 @@ class _Bench:
         self.link: LinkBackend = LinkBackend(latency_s=latency_s, lanes=lanes)
         config = Config(remote_url=("memory://link",), chunk_size=chunk, buffer_pool_bytes=_POOL_BYTES)  # type: ignore[arg-type]
         self.store: Store = Store(config, backends=[self.link])
+        self._threads: Callable[[], None] = lambda: None
         try:
             self.model: LayeredModel = LayeredModel(folder, history=history, new=new)
+            self._threads = self.model.one_thread()
             kv = KVCacheStore(self.store, self.model.model, revision="bench")
             self.truth = self.model.empty_cache()
             self.model.recompute(self.truth)
@@ -104,6 +106,7 @@ class _Bench:
         self.wrong = 0
 
     def close(self) -> None:
+        self._threads()
         self.store.close()
 
     def plan(self) -> LayerPlan:
@@ -268,10 +271,12 @@ def run_layers(
             bench.link.bucket = TokenBucket(rate)
             bench.wrong = bench.peak = 0
             measured = []
+            alone = _alone(bench)
             for repeat in range(repeats):
                 if progress is not None:
                     progress(f"{rate / 1e6:.0f} MB/s", number * repeats + repeat, total)
-                measured.append(_one(bench, turned=bool(repeat % 2)))
+                times, alone = _one(bench, alone, turned=bool(repeat % 2))
+                measured.append(times)
             rows.append((rate, measured, bench.peak, bench.wrong))
         recomputed.append(bench.recompute())
         recompute_s = statistics.mean(recomputed)
@@ -303,18 +308,23 @@ def _rate_for(nbytes: int, seconds: float, latency_s: float) -> float:
     return nbytes / (seconds - latency_s)
 
 
-def _one(bench: _Bench, *, turned: bool) -> _Times:
-    """One repeat. What is compared lies next to each other, in turned order every other time, and what it is held
-    against is measured before and after, so that drift of the machine meets both alike."""
-    load, compute = [bench.load_alone()], [bench.compute_alone()]
+def _alone(bench: _Bench) -> tuple[list[float], list[float]]:
+    """t and c of each layer."""
+    return bench.load_alone(), bench.compute_alone()
+
+
+def _one(
+    bench: _Bench, before: tuple[list[float], list[float]], *, turned: bool
+) -> tuple[_Times, tuple[list[float], list[float]]]:
+    """One repeat, and t and c after it. What is compared lies next to each other, in turned order every other time,
+    and what it is held against is measured before and after, so that drift of the machine meets both alike."""
     steps: list[tuple[str, Callable[[], float]]] = [("pipelined", bench.pipelined), ("sequential", bench.sequential)]
     found = {name: step() for name, step in (reversed(steps) if turned else steps)}
-    compute.append(bench.compute_alone())
-    load.append(bench.load_alone())
-    mean = statistics.mean
-    return _Times(
-        [mean(pair) for pair in zip(*load, strict=True)], [mean(pair) for pair in zip(*compute, strict=True)], **found
+    after = _alone(bench)
+    load, compute = (
+        [statistics.mean(pair) for pair in zip(*both, strict=True)] for both in zip(before, after, strict=True)
     )
+    return _Times(load, compute, **found), after
 
 
 def _row(

@@ -6,7 +6,7 @@ torch is imported when a model is asked for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +44,17 @@ class LayeredModel:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._cached = self._inputs(history, new)
         self._whole = self._inputs(0, history + new)
+
+    def one_thread(self) -> Callable[[], None]:
+        """Compute with one thread from now on: with all cores taken by the computation, what loads beside it would
+        disturb it, and that would be measured. Returns what undoes it."""
+        before: int = self.torch.get_num_threads()
+        self.torch.set_num_threads(1)
+
+        def undo() -> None:
+            self.torch.set_num_threads(before)
+
+        return undo
 
     def _inputs(self, past: int, new: int) -> tuple[Any, dict[str, Any]]:
         """Embedded tokens and what every layer is given besides, for `new` tokens behind `past`."""
