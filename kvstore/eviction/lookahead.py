@@ -66,10 +66,12 @@ class LookAheadPolicy(EvictionPolicy):
         self._inner = inner
         self._limit = window
         self._last = last
+        self._largest = 1  # bytes of a record, so far
         self._window: dict[Key, None] = {}  # the most urgent first; each pinned in `_inner`, but for
         self._given: list[Key] = []  # … those offered already
 
     def admit(self, key: Key, nbytes: int, *, parent: Key | None = None, info: RecordInfo | None = None) -> None:
+        self._largest = max(self._largest, nbytes)
         self._inner.admit(key, nbytes, parent=parent, info=info)
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -92,8 +94,11 @@ class LookAheadPolicy(EvictionPolicy):
         return self._window
 
     def _cut(self, waiting: Sequence[Sequence[Key]]) -> dict[Key, None]:
-        if self._limit is None:
-            return dict.fromkeys(key for chain in waiting for key in chain)
+        whole: dict[Key, None] = {}
+        for chain in waiting:
+            whole.update(dict.fromkeys(chain))
+        if self._limit is None or len(whole) * self._largest <= self._limit:
+            return whole  # no need to look at each
         window: dict[Key, None] = {}
         inner, room = self._inner, float(self._limit)
         mean = inner.nbytes / len(inner) if len(inner) else 1.0

@@ -53,6 +53,7 @@ def test_the_coders_give_and_take_the_same_bytes(case: tuple[np.ndarray, np.ndar
 
 
 def test_the_triton_kernels_are_the_same_coder() -> None:
+    pytest.importorskip("torch")
     pytest.importorskip("triton")
     code = """
 import numpy as np
