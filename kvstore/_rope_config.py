@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,8 +32,16 @@ _OLD_THETA = ("gptj", "llama")  # configurations without rope_theta mean 10,000
 
 def rotary_fields(config: Any, layout: str | None) -> dict[str, Any]:
     """The fields of the `RotarySpec` of a configuration; see `RotarySpec.from_config`."""
-    read = _reader(config)
-    kind = str(read("model_type") or type(config).__name__)
+    try:
+        return _fields(_reader(config), type(config).__name__, layout)
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the configuration has a rotary parameter of no use: {error}", cause=error) from error
+
+
+def _fields(read: Callable[[str], Any], kind: str, layout: str | None) -> dict[str, Any]:
+    kind = str(read("model_type") or kind)
     known = _MODELS.get(kind)
     if layout is None and known is None:
         raise ConfigError(f"how {kind} lays out its rotary embedding is not known; pass layout='neox' (half-split "
@@ -52,6 +61,8 @@ def rotary_fields(config: Any, layout: str | None) -> dict[str, Any]:
         if not hidden or not heads:
             raise ConfigError(f"the configuration of {kind} has no head_dim, nor hidden_size and heads")
         head_dim = hidden // heads
+    if not isinstance(head_dim, int):
+        raise ConfigError(f"the configuration of {kind} has head_dim={reprlib.repr(head_dim)}; it must be an integer")
     share = _first(rope.get("partial_rotary_factor"), read("partial_rotary_factor"), read("rotary_pct"), 1.0)
     rotary_dim = _first(read("rotary_dim"), int(head_dim * share))
     if known is not None and not known[1] and rotary_dim != head_dim:

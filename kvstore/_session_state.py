@@ -25,10 +25,11 @@ from .errors import ConfigError, CorruptRecord
 from .keys import MAX_CHUNK_SIZE, Key, KeyContext, _u32_blocks, chunk_keys
 from .record import _unpack_meta
 
-__all__ = ["MAX_STATE_BYTES", "Cut", "History", "Piece", "Seen", "State", "Tokens", "token_array"]
+__all__ = ["MAX_STATE_BYTES", "Cut", "History", "Piece", "Said", "Seen", "State", "Tokens", "token_array"]
 
 MAX_TOKENS = 1 << 22
 MAX_PIECES = 1 << 16
+MAX_NAME_BYTES = 1024
 MAX_STATE_BYTES = 4 * MAX_TOKENS + 44 * MAX_PIECES + (1 << 16)
 STATE_VERSION = 1
 
@@ -183,6 +184,21 @@ class Seen:
         for begin in range(0, whole, _BLOCK_BYTES):
             chain = hashlib.sha256(chain + data[begin : begin + _BLOCK_BYTES]).digest()
         return Seen(self.count + len(tokens), chain, data[whole:])
+
+
+@dataclass(frozen=True)
+class Said:
+    """A conversation up to some turn.
+
+    Attributes:
+        history: its context.
+        seen: all of it, dropped tokens included.
+        dropped: how many of them were dropped.
+    """
+
+    history: History
+    seen: Seen
+    dropped: int
 
 
 @dataclass

@@ -33,13 +33,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import sys
-from collections.abc import Callable
+import reprlib
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ._rotation import Floats, Rotation
 from .errors import ConfigError
 
 __all__ = ["LAYOUTS", "SCALINGS", "RotarySpec", "Rotation"]
@@ -51,7 +51,9 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")  # "su": the old name of longr
 MAX_POSITION = 1 << 24
 """Positions from here on are not exact in fp32, in which models compute angles."""
 
-_BLOCK_BYTES = 1 << 18  # of an array, rotated at a time: the temporaries stay in the cache
+_MAX_INTEGER = {"head_dim": 1 << 16, "rotary_dim": 1 << 16, "original_max_position_embeddings": 1 << 30}
+_SMALLEST, _LARGEST = 1e-30, 1e30  # of other numbers: fp32 holds what is computed of them
+
 _MAX_TEXT = 4096
 _FREQUENCY_TOLERANCE = 1e-6  # relative: pow() in fp32 differs between libraries by a few units in the last place
 
@@ -68,7 +70,6 @@ _SCALING_FIELDS = (
 )  # fmt: skip
 
 Array = TypeVar("Array")
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,19 @@ class RotarySpec:
                 f"{self.scaling} rotary embeddings cannot be moved: their frequencies depend on the prompt's length"
             )
         if self.scaling not in SCALINGS:
-            raise ConfigError(f"rotary scaling {self.scaling!r} is not supported; use {', '.join(SCALINGS)}")
+            raise ConfigError(
+                f"rotary scaling {reprlib.repr(self.scaling)} is not supported; use {', '.join(SCALINGS)}"
+            )
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"rotary layout {self.layout!r} is not known; use {' or '.join(LAYOUTS)}")
+            raise ConfigError(f"rotary layout {reprlib.repr(self.layout)} is not known; use {' or '.join(LAYOUTS)}")
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", self.head_dim)
-        for name in ("head_dim", "rotary_dim", "original_max_position_embeddings"):
+        for name in _MAX_INTEGER:
             self._check_integer(name)
         if self.width % 2 or self.width > self.head_dim:
             raise ConfigError(f"rotary_dim={self.width} must be even and at most head_dim={self.head_dim}")
+        if self.theta is None:
+            raise ConfigError("rotary theta=None must be a number")
         self._check_number("theta", above=1.0)
         wanted = WANTED[self.scaling]
         if self.scaling == "yarn":
@@ -153,18 +158,22 @@ class RotarySpec:
         value = getattr(self, name)
         if value is None and name != "head_dim":
             return
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 30:
-            raise ConfigError(f"rotary {name}={value!r} must be an integer between 1 and 2^30")
+        most = _MAX_INTEGER[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ConfigError(f"rotary {name}={reprlib.repr(value)} must be an integer between 1 and {most}")
 
     def _check_number(self, name: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
         """Make it a float: 1e5 and 100000 describe the same spec."""
         value = getattr(self, name)
         if value is None:
             return
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise ConfigError(f"rotary {name}={value!r} must be a finite number")
+        shown = reprlib.repr(value)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -_LARGEST <= value <= _LARGEST:
+            raise ConfigError(f"rotary {name}={shown} must be a finite number of at most {_LARGEST:g}")
         if value < least or value <= above:
-            raise ConfigError(f"rotary {name}={value!r} must be {f'≥ {least:g}' if value < least else f'> {above:g}'}")
+            raise ConfigError(f"rotary {name}={shown} must be {f'≥ {least:g}' if value < least else f'> {above:g}'}")
+        if value < _SMALLEST:
+            raise ConfigError(f"rotary {name}={shown} must be at least {_SMALLEST:g}")
         object.__setattr__(self, name, float(value))
 
     @property
@@ -200,13 +209,16 @@ class RotarySpec:
         """The spec that `text` describes. Raises `ConfigError` if it is no description."""
         names = {f.name for f in fields(cls) if not f.name.startswith("_")}
         try:
+            if not isinstance(text, str):
+                raise TypeError(f"it is a {type(text).__name__}")
             if len(text) > _MAX_TEXT:
                 raise ValueError("it is too long")
             values = json.loads(text)
             if not isinstance(values, dict) or not values.keys() <= names or "head_dim" not in values:
                 raise ValueError("it is no map of rotary parameters")
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{text[:60]!r} does not describe a rotary embedding: {error}", cause=error) from error
+            shown = repr(text[:60]) if isinstance(text, str) else reprlib.repr(text)
+            raise ConfigError(f"{shown} does not describe a rotary embedding: {error}", cause=error) from error
         return cls(**values)
 
     @functools.cached_property
@@ -291,149 +303,6 @@ class RotarySpec:
         return (where[..., None].astype(np.float32) * self.frequencies).astype(np.float64)
 
 
-class Rotation:
-    """A rotation by a table: made once for some positions, used for all layers. Thread-safe.
-
-    Attributes:
-        spec: whose.
-        cos, sin: fp32 `[..., tokens, rotary_dim / 2]`.
-    """
-
-    __slots__ = ("_plain", "_tensors", "cos", "sin", "spec")
-
-    def __init__(self, spec: RotarySpec, cos: Floats, sin: Floats, *, plain: bool = False) -> None:
-        self.spec = spec
-        self.cos = cos
-        self.sin = sin
-        self._plain = plain  # it changes nothing
-        self._tensors: dict[Any, tuple[Any, Any]] = {}
-
-    @classmethod
-    def _of(cls, spec: RotarySpec, angles: np.ndarray[Any, np.dtype[np.float64]], magnitude: float) -> Rotation:
-        # sin and cos in fp64, of angles in fp32: exact to the last bit of fp32, at any angle.
-        cos, sin = np.cos(angles), np.sin(angles)
-        if magnitude != 1:
-            cos *= magnitude
-            sin *= magnitude
-        plain = magnitude == 1 and not angles.any()
-        return cls(spec, cos.astype(np.float32), sin.astype(np.float32), plain=plain)
-
-    @property
-    def tokens(self) -> int:
-        return int(self.cos.shape[-2])
-
-    def part(self, begin: int, end: int) -> Rotation:
-        """The rotation of tokens `begin` to `end - 1`, without a copy."""
-        if not 0 <= begin <= end <= self.tokens:
-            raise ConfigError(f"the rotation has {self.tokens} tokens; {begin} to {end} are not among them")
-        return Rotation(self.spec, self.cos[..., begin:end, :], self.sin[..., begin:end, :], plain=self._plain)
-
-    def __call__(self, k: Array, *, out: Array | None = None) -> Array:
-        """Rotate `k`; arguments and errors as in `RotarySpec.apply`. Reads `k` once and writes `out` once."""
-        tensor = hasattr(k, "detach")
-        array: Any = k
-        target: Any = out
-        if not tensor and not isinstance(array, np.ndarray):
-            raise ConfigError(f"K must be a numpy array or a torch tensor, not {type(k).__name__}")
-        self._check(array, "K")
-        if target is None:
-            target = array.new_empty(array.shape) if tensor else np.empty(array.shape, array.dtype)
-        elif type(target) is not type(array) and (tensor is not hasattr(target, "detach")):
-            raise ConfigError(f"K is a {type(k).__name__}, but the output a {type(out).__name__}")
-        elif tuple(target.shape) != tuple(array.shape):
-            raise ConfigError(f"the output has shape {tuple(target.shape)}, K {tuple(array.shape)}")
-        else:
-            self._check(target, "the output")
-        if self._plain:
-            if target is not array:
-                target[...] = array
-        elif not tensor:
-            self._rotate_blocks(array, target, self.cos[..., None, :], self.sin[..., None, :], self._rotate)
-        elif array.device.type == "cpu":
-            self._rotate_blocks(array, target, *self._on(array.device), self._rotate_tensor)
-        else:  # a kernel over everything
-            self._rotate_tensor(array, target, *self._on(array.device))
-        done: Array = target
-        return done
-
-    def _check(self, k: Any, what: str) -> None:
-        head_dim, tokens = self.spec.head_dim, self.tokens
-        if k.ndim < 3 or k.shape[-1] != head_dim or k.shape[-3] != tokens:
-            raise ConfigError(f"{what} has shape {tuple(k.shape)} instead of [..., {tokens} tokens, heads, {head_dim}]")
-        if str(k.dtype).removeprefix("torch.") not in ("float32", "float16", "bfloat16"):
-            raise ConfigError(f"{what} is {k.dtype}; float32, float16 and (torch) bfloat16 can be rotated")
-        leading, given = self.cos.shape[:-2], tuple(k.shape[:-3])
-        if leading:
-            try:
-                fits = np.broadcast_shapes(leading, given) == given
-            except ValueError:
-                fits = False
-            if not fits:
-                raise ConfigError(f"positions {(*leading, tokens)} do not fit {what} of shape {tuple(k.shape)}")
-
-    def _halves(self, k: Any) -> tuple[Any, Any]:
-        """Views of the first and of the second elements of all pairs."""
-        width = self.spec.width
-        if self.spec.layout == "neox":
-            return k[..., : width // 2], k[..., width // 2 : width]
-        return k[..., 0:width:2], k[..., 1:width:2]
-
-    def _rotate_blocks(self, k: Any, out: Any, cos: Any, sin: Any, rotate: Callable[..., None]) -> None:
-        """In blocks along the leading axes (layers, rows, tokens), so that temporaries stay in the cache."""
-        step = max(1, _BLOCK_BYTES * len(k) // max(1, k.nbytes))
-        own = cos.ndim == k.ndim and cos.shape[0] > 1  # the table has this axis too
-        deeper = step == 1 and k.ndim > 3
-        for begin in range(0, len(k), step):
-            block: Any = begin if deeper else slice(begin, begin + step)
-            if own:
-                table = cos[block], sin[block]
-            else:
-                table = (_row(cos, k.ndim), _row(sin, k.ndim)) if deeper else (cos, sin)
-            if deeper:
-                self._rotate_blocks(k[block], out[block], *table, rotate)
-            else:
-                rotate(k[block], out[block], *table)
-
-    def _rotate(self, k: Any, out: Any, cos: Any, sin: Any) -> None:
-        first, second = (half.astype(np.float32, copy=False) for half in self._halves(k))
-        # Both results are made before either is written: `out` may be `k`.
-        new_first, new_second = first * cos, second * cos
-        new_first -= second * sin
-        new_second += first * sin
-        a, b = self._halves(out)
-        a[...], b[...] = new_first, new_second
-        self._copy_rest(k, out)
-
-    def _rotate_tensor(self, k: Any, out: Any, cos: Any, sin: Any) -> None:
-        torch: Any = sys.modules["torch"]  # whoever made the tensor has imported it
-        with torch.no_grad():
-            first, second = (half.float() for half in self._halves(k))
-            new_first = torch.mul(first, cos).addcmul_(second, sin, value=-1)
-            new_second = torch.mul(second, cos).addcmul_(first, sin)
-            a, b = self._halves(out)
-            a.copy_(new_first)
-            b.copy_(new_second)
-            self._copy_rest(k, out)
-
-    def _copy_rest(self, k: Any, out: Any) -> None:
-        if self.spec.width < self.spec.head_dim:
-            out[..., self.spec.width :] = k[..., self.spec.width :]
-
-    def _on(self, device: Any) -> tuple[Any, Any]:
-        """The table on a device, `[..., tokens, 1, rotary_dim / 2]`; copied there once."""
-        found = self._tensors.get(device)
-        if found is None:
-            torch: Any = sys.modules["torch"]
-            cos, sin = (torch.from_numpy(table[..., None, :]).to(device) for table in (self.cos, self.sin))
-            found = self._tensors[device] = (cos, sin)
-        return found
-
-
-def _row(table: Any, ndim: int) -> Any:
-    """A table for one element of the first axis, which it has not, or has with length 1."""
-    return table[0] if table.ndim == ndim else table
-
-
 def _frequencies(spec: RotarySpec) -> Floats:
     # The exponents are rounded to fp32, as models have them, the powers taken in fp64: the same on every machine.
     exponents = (np.arange(0, spec.width, 2, dtype=np.float32) / np.float32(spec.width)).astype(np.float64)
@@ -461,7 +330,8 @@ def _scaled(spec: RotarySpec, plain: Any) -> Any:
     low, high = max(low, 0), min(high, spec.width - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(spec.width // 2) - low) / (high - low), 0, 1)
+    # In fp32, as models have it: a steep ramp shows every digit.
+    ramp = np.clip((np.arange(spec.width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
     return (plain / factor) * ramp + plain * (1 - ramp)
 
 
@@ -477,6 +347,8 @@ def _number(value: float | None) -> float:
 
 def _positions(positions: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     if isinstance(positions, range):
+        if positions and not 0 <= min(positions[0], positions[-1]) <= max(positions[0], positions[-1]) < MAX_POSITION:
+            raise _out_of_range(positions[0], positions[-1])
         where = np.arange(positions.start, positions.stop, positions.step)
     elif hasattr(positions, "detach"):
         where = positions.detach().cpu().numpy()
@@ -488,8 +360,12 @@ def _positions(positions: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     if where.ndim == 0 or (where.dtype.kind not in "iu" and where.size):
         raise ConfigError(f"positions must be integers [..., tokens], not {where.dtype} {list(where.shape)}")
     if where.size and not 0 <= int(where.min()) <= int(where.max()) < MAX_POSITION:
-        raise ConfigError(f"positions lie between 0 and 2^24, not at {where.min()} to {where.max()}")
+        raise _out_of_range(where.min(), where.max())
     return where.astype(np.int64)
+
+
+def _out_of_range(low: Any, high: Any) -> ConfigError:
+    return ConfigError(f"positions lie between 0 and 2^24, not at {low} to {high}")
 
 
 def _numpy(table: Any) -> Any:

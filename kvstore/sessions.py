@@ -23,8 +23,9 @@ new prompt, and everything is computed again.
 
 **Persistence.** `save` writes the state as a small opaque record, one per turn, and removes the one before the last:
 stores are write-once, so a state is never overwritten, and a reader finds the old one or the new one. If two nodes
-continue one session at once, the first to save wins, and `save` tells the other. A state that is lost or damaged costs
-recomputation only: `turn(whole=...)` takes the conversation as the client sends it.
+continue one session at once, the first to save wins: `save` tells the other, and its next `open` gives what was saved.
+A state that is lost or damaged costs recomputation only: `turn(whole=...)` takes the conversation as the client sends
+it.
 
 A session is used by one thread at a time; a `SessionStore` by any number.
 """
@@ -32,20 +33,21 @@ A session is used by one thread at a time; a `SessionStore` by any number.
 from __future__ import annotations
 
 import hashlib
+import reprlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ._session_slots import StateSlots, Written
-from ._session_state import LONGEST_TTL, History, Piece, Seen, State, Tokens, token_array
+from ._session_slots import StateSlots, Written, deadline_after
+from ._session_state import LONGEST_TTL, MAX_NAME_BYTES, History, Piece, Said, Seen, State, Tokens, token_array
+from ._session_turn import Turn
 from .errors import ConfigError
-from .eviction.base import RecordInfo
-from .keys import Key, KeyContext
+from .keys import KeyContext
 
 if TYPE_CHECKING:
     from .store import Store
@@ -89,105 +91,6 @@ class _Limits:
     ttl: float
 
 
-class Turn:
-    """One turn: the tokens to compute on, and where KV for them may be found.
-
-    Attributes:
-        session: whose.
-        dropped: tokens dropped from the history for this turn.
-        hit: tokens whose KV was loaded; None until `served`.
-    """
-
-    def __init__(self, session: Session, history: History, dropped: int) -> None:
-        self.session = session
-        self.dropped = dropped
-        self.hit: int | None = None
-        self._prompt = len(history.tokens)
-        # A token is left to compute. A slice of the base is taken whole or not at all: else a part of it would lie in
-        # a chunk that is named for KV computed on top of the base.
-        self._history = history.served(self._prompt - 1)
-        self._pieces: list[Piece] | None = None
-
-    @property
-    def tokens(self) -> Tokens:
-        """The whole context: what was kept, the new tokens, and after `finish` the answer; u32 `[tokens]`."""
-        return self._history.tokens
-
-    @property
-    def input_ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The prompt as a batch of one, `[1, tokens]`: `torch.from_numpy(turn.input_ids)`."""
-        return self.tokens[None, : self._prompt].astype(np.int64)
-
-    @property
-    def context(self) -> KeyContext:
-        """The key context under which the pieces were named."""
-        return self._history.context
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """Everything that may be stored, in order, without gaps from position 0."""
-        if self._pieces is None:
-            self._pieces = self._history.pieces()
-        return self._pieces
-
-    @property
-    def keys(self) -> list[Key]:
-        """The names of the pieces, for `store.tiers.announce` and `pin`."""
-        return [piece.key for piece in self.pieces]
-
-    def served(self, columns: int) -> None:
-        """The KV of the first `columns` tokens was loaded, the rest is computed. Must be told before anything is saved:
-        slices of the base that were not found are no longer counted on. The loaded part of the base ends with a piece.
-        """
-        if not 0 <= columns <= len(self.tokens):
-            raise ConfigError(f"{columns} tokens cannot have been loaded of a context of {len(self.tokens)}")
-        self.hit = columns
-        self._replace(self._history.served(columns))
-
-    def rebound(self, context: KeyContext) -> None:
-        """The model changed since this turn began: nothing that was stored is of use."""
-        self.hit = 0
-        self._replace(self._history.without_base(context))
-
-    def new_chunks(self, columns: int) -> list[Piece]:
-        """The chunks behind the base that a cache of `columns` tokens holds in full: what is to be stored. They are
-        named for KV that was computed on top of just the pieces before them.
-
-        Raises:
-            ConfigError: the session was truncated, and nobody said what of it was loaded (`served`).
-        """
-        base = len(self._history.base)
-        if base and self.hit is None:
-            raise ConfigError(f"a turn of session {self.session.name!r} is saved before it was loaded; its context was "
-                              "truncated, so it must be said what of it was loaded (Turn.served)")  # fmt: skip
-        return [piece for piece in self.pieces[base:] if piece.end <= columns]
-
-    @property
-    def base_key(self) -> Key | None:
-        """The key of the last piece before the chunks that are stored."""
-        return self._history.base[-1].key if self._history.base else None
-
-    def info(self, piece: Piece) -> RecordInfo:
-        """What eviction policies are told about a piece."""
-        session = self.session
-        return RecordInfo(piece.position, piece.tokens, session.name, session.turns, session.ttl)
-
-    def finish(self, answer: Any = ()) -> None:
-        """The turn is over, with these tokens generated. Also says that the session was used now.
-
-        Raises:
-            ConfigError: bad token ids, or another turn has begun or ended since.
-        """
-        history = self._history.extended(token_array(answer))
-        self.session._finish(self, history)
-        self._replace(history)
-
-    def _replace(self, history: History) -> None:
-        if history is not self._history:
-            self._history = history
-            self._pieces = None
-
-
 class Session:
     """One conversation. Made by `SessionStore.open`.
 
@@ -207,34 +110,40 @@ class Session:
         self.system = system
         self.system_hash = hashlib.sha256(system.tobytes()).digest()
         self.ttl = owner.limits.ttl
-        self.used = owner.clock()
+        self.used = float(owner.clock())
         self.turns = self.restarts = 0
         self._current: Turn | None = None
         self._saved_turns = 0
-        self._restart(system)
+        self._overtaken = False
+        self._said = self._beginning_with(system)
 
     @property
     def tokens(self) -> Tokens:
         """The context after the last turn, u32 `[tokens]`."""
-        return self._history.tokens
+        return self._said.history.tokens
 
     @property
     def seen(self) -> int:
         """Tokens of the whole conversation, dropped ones included."""
-        return self._seen.count
+        return self._said.seen.count
+
+    @property
+    def dropped(self) -> int:
+        return self._said.dropped
 
     @property
     def expired(self) -> bool:
         return self._owner.clock() - self.used >= self.ttl
 
     def turn(self, new: Any = None, *, whole: Any = None) -> Turn:
-        """Begin a turn; one that was begun and not finished is forgotten.
+        """Begin a turn; one that was begun and not finished is forgotten, as if it had never been.
 
         Args:
             new: the token ids that came since the last turn (a user's message), without answers and system prompt.
             whole: instead, all token ids of the conversation so far, system prompt and answers included, as stateless
                 clients send them. If they do not continue what this session knows (an edit, a lost state), it begins
-                again with them.
+                again with them; if they are too many for the window then, `drop` does not apply, and as many of the
+                last ones stay as fit.
 
         Raises:
             ConfigError: no new tokens, bad token ids, a conversation that does not begin with the system prompt, or
@@ -243,22 +152,26 @@ class Session:
         if (new is None) == (whole is None):
             raise ConfigError("a turn needs either its new tokens or the whole conversation")
         self._follow_model()
-        limits = self._owner.limits
-        added = token_array(new) if whole is None else self._continuation(token_array(whole))
-        if not len(added) and (whole is None or not self.seen):
+        limits, before = self._owner.limits, self._said
+        if whole is None:
+            added = token_array(new)
+        else:
+            before, added = self._continued(token_array(whole))
+        if not len(added) and (whole is None or not before.seen.count):
             raise ConfigError(f"a turn of session {self.name!r} needs at least one new token")
-        history, dropped = self._history, 0
+        history, dropped = before.history, 0
         if limits.window is not None and len(history.tokens) + len(added) > limits.window - limits.reserve:
             history = self._truncated(history, limits.window, len(added))
-            dropped = len(self._history.tokens) - len(history.tokens)
+            dropped = len(before.history.tokens) - len(history.tokens)
             self._owner.count(truncations=1, dropped_tokens=dropped)
-        self._current = Turn(self, history.extended(added), dropped)
+        self._current = Turn(self, before, history.extended(added), dropped)
         return self._current
 
     def state(self) -> State:
         """What `SessionStore.save` writes."""
+        said = self._said
         return State(
-            self.name, self.system_hash, self._history, self.turns, self._seen, self.dropped, self.used, self.ttl
+            self.name, self.system_hash, said.history, self.turns, said.seen, said.dropped, self.used, self.ttl
         )
 
     def _head(self) -> int:
@@ -271,51 +184,55 @@ class Session:
         if room < head:
             raise ConfigError(
                 f"session {self.name!r}: a window of {window} tokens has no room for {added} new ones, the {head} kept "
-                f"at the head and a reserve of {limits.reserve}"
+                f"at the head (sinks, system prompt) and a reserve of {limits.reserve}"
             )
-        most = min(room, max(head, int(window * (1 - limits.drop))))
+        # Of a conversation that comes as a whole nobody knows where the new message begins: as much stays as fits.
+        most = min(room, max(head, int(window * (1 - limits.drop)))) if added else room
         movable = self._owner.kv.rope == "pre"
         return history.cut(history.cut_to(head, most, movable=movable), movable=movable)
 
-    def _continuation(self, whole: Tokens) -> Tokens:
-        """The tokens of a conversation that this session does not know yet; all of it if it is another one."""
+    def _continued(self, whole: Tokens) -> tuple[Said, Tokens]:
+        """What a conversation has of this session, and the tokens behind it; all of it if it is another one."""
         if not np.array_equal(whole[: len(self.system)], self.system):
             raise ConfigError(f"the conversation of session {self.name!r} does not begin with its system prompt")
         if self.turns:
             limits, new = self._owner.limits, len(whole) - self.seen
             fits = limits.window is None or new + self._head() <= limits.window - limits.reserve
-            if new > 0 and fits and Seen().plus(whole[: self.seen]) == self._seen:
-                return whole[self.seen :]
+            if new > 0 and fits and Seen().plus(whole[: self.seen]) == self._said.seen:
+                return self._said, whole[self.seen :]
             self.restarts += 1
-        self._restart(whole)
-        return whole[:0]
+        return self._beginning_with(whole), whole[:0]
 
-    def _restart(self, tokens: Tokens) -> None:
+    def _beginning_with(self, tokens: Tokens) -> Said:
         kv = self._owner.kv
-        self._history = History(kv.context, kv.store.config.chunk_size, tokens)
-        self._seen, self.dropped = Seen().plus(tokens), 0
+        return Said(History(kv.context, kv.store.config.chunk_size, tokens), Seen().plus(tokens), 0)
 
     def _take(self, state: State) -> None:
-        self._history, self._seen = state.history, state.seen
-        self.turns, self.dropped, self.used, self.ttl = state.turns, state.dropped, state.used, state.ttl
+        self._said = Said(state.history, state.seen, state.dropped)
+        self.turns, self.used, self.ttl = state.turns, state.used, state.ttl
         self._saved_turns = state.turns
+        self._overtaken = False
         self._current = None
+
+    @property
+    def _behind(self) -> int:
+        """States after more turns than these replace this session: once another node was faster, all it saved do."""
+        return self._saved_turns if self._overtaken else self.turns
 
     def _follow_model(self) -> None:
         """With other weights nothing that is stored is of use; the tokens are."""
         context = self._owner.kv.context
-        if context.digest != self._history.context.digest:
-            self._history = self._history.without_base(context)
+        if context.digest != self._said.history.context.digest:
+            self._said = replace(self._said, history=self._said.history.without_base(context))
 
     def _finish(self, turn: Turn, history: History) -> None:
         if turn is not self._current:
             raise ConfigError(f"this turn of session {self.name!r} is over, or another one has begun")
-        self._current = None
-        self._seen = self._seen.plus(history.tokens[len(self._history.tokens) - turn.dropped :])
-        self._history = history
-        self.dropped += turn.dropped
+        self._current, before = None, turn._before
+        new = history.tokens[len(before.history.tokens) - turn.dropped :]
+        self._said = Said(history, before.seen.plus(new), before.dropped + turn.dropped)
         self.turns += 1
-        self.used = self._owner.clock()
+        self.used = float(self._owner.clock())
 
 
 class Saved(NamedTuple):
@@ -324,7 +241,7 @@ class Saved(NamedTuple):
     Attributes:
         kv: what `TurnCache.save_turn` returned.
         state: True if the session's state is stored as it is now. False: another node has continued the session
-            meanwhile, or the store could not; the log says which.
+            meanwhile (at this turn, or beyond it), or the store could not; the log says which.
     """
 
     kv: Any
@@ -370,12 +287,18 @@ class SessionStore:
         ):  # fmt: skip
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"sessions: {name}={value!r} must be an integer of at least {least}")
+        for name in ("store", "context", "rope", "load_turn", "save_turn"):
+            if not hasattr(kv, name):
+                raise ConfigError(f"sessions: a KVCacheStore or another TurnCache is needed; {type(kv).__name__} has "
+                                  f"no {name}")  # fmt: skip
         if window is not None and window <= reserve + sinks:
             raise ConfigError(f"sessions: window={window} has no room beside reserve={reserve} and sinks={sinks}")
-        if not 0 <= drop <= 1:
-            raise ConfigError(f"sessions: drop={drop!r} must be between 0 and 1")
-        if not 0 < ttl <= LONGEST_TTL:
+        if not _is_number(drop) or not 0 <= drop <= 1:
+            raise ConfigError(f"sessions: drop={drop!r} must be a number between 0 and 1")
+        if not _is_number(ttl) or not 0 < ttl <= LONGEST_TTL:
             raise ConfigError(f"sessions: ttl={ttl!r} must be more than 0 and at most {LONGEST_TTL:.0f} seconds")
+        if not callable(clock):
+            raise ConfigError(f"sessions: clock={clock!r} must be a function that gives seconds")
         self.kv = kv
         self.limits = _Limits(window, reserve, sinks, keep_system, float(drop), float(ttl))
         self.clock = clock
@@ -390,36 +313,41 @@ class SessionStore:
         """The session of this id and system prompt: as it is here, or as another node left it if that is newer, or new.
 
         Args:
-            name: the session's id, any text.
+            name: the session's id, text of at most 1,024 bytes in UTF-8.
             system: token ids of the system prompt.
-            timeout: seconds to look for a state; None means the store's `lookup_timeout`. What is not found by then
-                counts as not there.
+            timeout: seconds for everything; None means the store's `lookup_timeout`. What is not found by then counts
+                as not there.
+
+        Raises:
+            ConfigError: an id, a token or a timeout that cannot be one.
         """
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"the id of a session must be non-empty text, not {name!r}")
+        _check_name(name)
+        deadline = deadline_after(timeout, self.kv.store.config.lookup_timeout)
         tokens = token_array(system)
         fresh = Session(self, name, tokens)
         with self._lock:
             known = self._sessions.get(name)
-        gone: list[Session] = []
-        if known is not None and (known.expired or known.system_hash != fresh.system_hash):
-            self.count(**{"expired" if known.expired else "invalidated": 1})
-            gone.append(known)
-            known = None
-        session = known or fresh
+        session, over = known or fresh, False
+        if known is not None and known.system_hash != fresh.system_hash:
+            self.count(invalidated=1)
+            session = fresh
+        elif known is not None and known.expired:  # here; another node may have gone on
+            session, over = fresh, True
         if self._persist:
-            self._forget(gone)
-            state = self._states.newest(session.name, session.system_hash, session.turns, timeout)
-            if state is not None:
-                if self.clock() - state.used >= state.ttl:
-                    self.count(expired=1)
-                    self._forget([session])
-                else:
-                    self.count(restored=1)
-                    session._take(state)
+            found = self._states.newest(name, session.system_hash, session._behind, float(self.clock()), deadline)
+            if found.state is not None:
+                self.count(restored=1)
+                session._take(found.state)
+                over = False
+            elif not session.turns and found.over:
+                over = True
+                self._states.delete(found.over, deadline)
+            if known is not None and known.system_hash != session.system_hash:
+                self._states.remove([(name, known.system_hash, known.turns)], known.used, deadline)
+        self.count(expired=int(over))
         with self._lock:
             other = self._sessions.get(name)
-            if other is not None and other is not known and other not in gone:  # another thread was faster
+            if other is not None and other is not known:  # another thread was faster
                 session = other if other.system_hash == session.system_hash else session
             self._sessions[name] = session
             self._sessions.move_to_end(name)
@@ -428,14 +356,35 @@ class SessionStore:
         return session
 
     def load(self, turn: Turn, *, timeout: float | None = None) -> tuple[Any, int]:
-        """The KV of the turn's leading pieces: a cache, and how many tokens it holds."""
+        """The KV of the turn's leading pieces: a cache, and how many tokens it holds.
+
+        Raises:
+            ConfigError: the turn is not one of this store.
+            KVStoreError: of `load_turn`: the store is closed, or any trouble with `on_error="raise"`.
+        """
+        self._check_turn(turn)
         cache, hit = self.kv.load_turn(turn, timeout=timeout)
         self.count(tokens=len(turn.tokens), hit_tokens=hit)
         return cache, hit
 
     def save(self, turn: Turn, cache: Any, *, timeout: float | None = None) -> Saved:
-        """Store the KV of a turn, and, once the turn is finished, the state of its session."""
-        return Saved(self.kv.save_turn(turn, cache, timeout=timeout), self.save_state(turn.session, timeout=timeout))
+        """Store the KV of a turn, and, once the turn is finished, the state of its session.
+
+        Args:
+            cache: what holds the KV, begun with what `load` gave.
+            timeout: seconds for the KV, and as many for the state; None means the store's `put_timeout`.
+
+        Raises:
+            ConfigError: the turn is not one of this store, or the cache not one of the turn.
+            KVStoreError: of `save_turn`, with `on_error="raise"`. The state is written all the same.
+        """
+        self._check_turn(turn)
+        saved = False
+        try:
+            kv = self.kv.save_turn(turn, cache, timeout=timeout)
+        finally:
+            saved = self.save_state(turn.session, timeout=timeout)
+        return Saved(kv, saved)
 
     def save_state(self, session: Session, *, timeout: float | None = None) -> bool:
         """Store a session's state, for engines that move KV on their own. See `Saved.state`."""
@@ -443,27 +392,38 @@ class SessionStore:
             return False
         if session._saved_turns == session.turns:
             return True
-        written = self._states.write(session.state(), timeout)
+        written = self._states.write(session.state(), deadline_after(timeout, self.kv.store.config.put_timeout))
         self.count(**{written.name.lower(): 1})
+        session._overtaken = written is Written.CONFLICT
         if written is Written.STORED:
             session._saved_turns = session.turns
         return written is Written.STORED
 
-    def expire(self, name: str | None = None) -> list[str]:
-        """End the session `name`, or all in memory that are past their TTL; their states are removed. Records of KV
-        stay: other sessions may share them, and the eviction policy knows their TTL.
+    def expire(self, name: str | None = None, *, timeout: float | None = None) -> list[str]:
+        """End the session `name`, or all that are past their TTL, of those in memory; their states are removed, unless
+        another node has gone on with the session. Records of KV stay: other sessions may share them, and the eviction
+        policy knows their TTL.
+
+        Args:
+            timeout: seconds for removing states; None means the store's `put_timeout`. What is left is past its TTL,
+                and taken by nobody.
 
         Returns:
             The ids of those that ended.
         """
+        if name is not None:
+            _check_name(name)
+        deadline = deadline_after(timeout, self.kv.store.config.put_timeout)
         with self._lock:
-            over = [each for each in self._sessions.values() if (each.name == name if name else each.expired)]
-            for session in over:
+            known = self._sessions.values() if name is None else [self._sessions.get(name)]
+            ended = [each for each in known if each is not None and (name is not None or each.expired)]
+            for session in ended:
                 del self._sessions[session.name]
-        self.count(expired=len(over))
+        self.count(expired=len(ended))
         if self._persist:
-            self._forget(over)
-        return [session.name for session in over]
+            named = [(each.name, each.system_hash, each.turns) for each in ended]
+            self._states.remove(named, float(self.clock()), deadline)
+        return [session.name for session in ended]
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and `sessions`: how many are in memory."""
@@ -475,6 +435,22 @@ class SessionStore:
             for name, amount in amounts.items():
                 self._counts[name] += amount
 
-    def _forget(self, sessions: Sequence[Session]) -> None:
-        """Remove the states of sessions that are over."""
-        self._states.remove([(session.name, session.system_hash) for session in sessions])
+    def _check_turn(self, turn: Any) -> None:
+        if not isinstance(turn, Turn):
+            raise ConfigError(f"a turn is needed, as Session.turn gives it, not {type(turn).__name__}")
+        if turn.session._owner is not self:
+            raise ConfigError(f"this turn of session {turn.session.name!r} belongs to another SessionStore")
+
+
+def _check_name(name: Any) -> None:
+    try:
+        if not isinstance(name, str) or not name:
+            raise ValueError("it must be non-empty text")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"it has more than {MAX_NAME_BYTES} bytes")
+    except ValueError as error:  # half a surrogate pair has no encoding
+        raise ConfigError(f"{reprlib.repr(name)} cannot be the id of a session: {error}", cause=error) from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

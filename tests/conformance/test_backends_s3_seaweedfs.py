@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,8 @@ _serial = itertools.count()
 def direct(seaweedfs: SeaweedFS) -> Iterator[Any]:
     """A plain client, and one bucket for all tests: a new one costs a second. Tests have prefixes of their own."""
     client = seaweedfs.client()
-    client.create_bucket(Bucket=_BUCKET)
+    with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):  # this module may have been here before
+        client.create_bucket(Bucket=_BUCKET)
     yield client
     client.close()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -215,11 +216,11 @@ def test_a_slice_is_taken_whole_or_not_at_all(store: Store) -> None:
         sessions.kv.contents[piece.key] = data
         store.submit_put([Item(piece.key, [memoryview(data)], SPEC)]).result()
     turn = sessions.open("a").turn(whole=said)
-    assert turn.tokens.tolist() == said[:8] + said[56:]
-    assert [piece.key for piece in turn.pieces[:3]] == [kept[0].key, kept[7].key, kept[8].key]
+    assert turn.tokens.tolist() == said[:8] + said[24:]
+    assert [piece.key for piece in turn.pieces[:7]] == [kept[number].key for number in (0, 3, 4, 5, 6, 7, 8)]
     _, hit = play(sessions, turn, [1, 2])
-    assert hit == 24
-    assert turn.pieces[3].key != kept[9].key
+    assert hit == 56
+    assert turn.pieces[7].key != kept[9].key
 
 
 def test_every_turn_fits_the_window_or_is_refused(store: Store) -> None:
@@ -262,10 +263,11 @@ def test_stateless_clients_send_the_whole_conversation(store: Store) -> None:
 
 def test_a_first_conversation_longer_than_the_window_is_cut(store: Store) -> None:
     said = SYSTEM + words(0, 200)
-    turn = over(store, window=64, reserve=4).open("a", system=SYSTEM).turn(whole=said)
-    assert turn.tokens[:11].tolist() == SYSTEM
-    assert turn.tokens[11:].tolist() == said[-(len(turn.tokens) - 11) :]
-    assert len(turn.tokens) <= 60
+    for drop in (0.0, 0.5, 1.0):  # the new message is in it, so not more is dropped than must be
+        turn = over(store, window=64, reserve=4, drop=drop).open("a", system=SYSTEM).turn(whole=said)
+        assert turn.tokens[:11].tolist() == SYSTEM
+        assert turn.tokens[11:].tolist() == said[-(len(turn.tokens) - 11) :]
+        assert 60 - CHUNK < len(turn.tokens) <= 60
 
 
 def test_the_same_conversation_again_is_another_answer_to_it(store: Store) -> None:
@@ -284,6 +286,8 @@ def test_a_conversation_many_turns_ahead_is_taken_as_a_whole(store: Store) -> No
     said = words(0, 20) + words(50, 4) + words(1000, 200)
     turn = session.turn(whole=said)
     assert turn.tokens[4:].tolist() == said[-(len(turn.tokens) - 4) :]
+    assert session.seen == 24
+    turn.finish()
     assert session.seen == len(said)
 
 
@@ -432,11 +436,8 @@ def test_two_nodes_at_once_the_first_to_save_wins(store: Store, caplog: pytest.L
 def test_an_old_state_that_could_not_be_removed_is_replaced(store: Store) -> None:
     sessions = over(store)
     session = sessions.open("a")
-    slots = StateSlots(sessions.kv)
-    old = replace(session.state(), turns=2)
-    assert slots.write(old, None).name == "STORED"
-    session.turns = 4  # its state goes where that of turn 1 was
-    assert slots.write(replace(session.state(), turns=1), None).name == "STORED"
+    assert StateSlots(sessions.kv).write(replace(session.state(), turns=2), math.inf).name == "STORED"
+    session.turns = 4  # the state of turn 5 goes where that of turn 2 is
     play(sessions, session.turn([1]), [2])
     assert session.turns == 5
     assert sessions.stats()["stored"] == 1
@@ -452,8 +453,8 @@ def test_trouble_with_the_state_costs_recomputation_only(operation: str, on_erro
         session = sessions.open("a", system=SYSTEM)
         for number in range(5):
             session.turn(words(10 * number, 5)).finish([number])
-            # Without deletes the three places are full after three turns.
-            assert sessions.save_state(session) is (operation == "get" or (operation == "delete" and number < 3))
+            # The three places are full after three turns without deletes, and what cannot be looked at is not deleted.
+            assert sessions.save_state(session) is (operation != "put" and number < 3)
             assert sessions.open("a", system=SYSTEM) is session
         assert session.turns == 5
         assert len(session.tokens) == 11 + 30
@@ -660,3 +661,49 @@ def test_impossible_turns(store: Store) -> None:
             session.turn(**arguments)
     with pytest.raises(ConfigError, match="token id 'x'"):
         session.turn(["x"])
+
+
+def test_wrong_uses_name_what_is_wrong(store: Store) -> None:
+    sessions: Any = over(store)
+    turn: Any = sessions.open("a").turn([1, 2])
+    other: Any = store
+    uses: list[tuple[Callable[[], Any], str]] = [
+        (lambda: SessionStore(other), "Store has no store"),
+        (lambda: over(store, ttl="1h"), "ttl='1h'"),
+        (lambda: over(store, drop="half"), "drop='half'"),
+        (lambda: over(store, clock=5), "clock=5"),
+        (lambda: sessions.open("n" * 1025), "nnn' cannot be the id of a session: it has more than 1024 bytes"),
+        (lambda: sessions.open("\ud800"), "surrogates not allowed"),
+        (lambda: sessions.open("a", timeout="soon"), "timeout='soon'"),
+        (lambda: sessions.expire(""), "non-empty text"),
+        (lambda: sessions.load(sessions.open("a")), "a turn is needed, as Session.turn gives it, not Session"),
+        (lambda: over(store).load(turn), "turn of session 'a' belongs to another SessionStore"),
+        (lambda: turn.served(1.5), "1.5 tokens"),
+    ]
+    for use, message in uses:
+        with pytest.raises(ConfigError, match=message):
+            use()
+    assert sessions.open("é" * 512).turns == 0
+
+
+def test_a_clock_of_whole_seconds(store: Store) -> None:
+    sessions = over(store, clock=lambda: 1000)
+    play(sessions, sessions.open("a").turn([1]), [2])
+    assert over(store, clock=lambda: 1000).open("a").turns == 1
+
+
+def test_a_turn_that_is_refused_or_given_up_leaves_no_trace(store: Store) -> None:
+    session = over(store, window=32, sinks=0).open("a")
+    session.turn([1, 2, 3]).finish([4])
+    before = session.state()
+    with pytest.raises(ConfigError, match="at least one new token"):
+        session.turn(whole=[])
+    with pytest.raises(ConfigError, match="no room"):
+        session.turn(words(0, 40))
+    session.turn(whole=words(50, 20))
+    session.turn(whole=words(50, 80))
+    assert session.state() == before
+    turn = session.turn([5])
+    assert turn.tokens.tolist() == [1, 2, 3, 4, 5]
+    turn.finish()
+    assert session.seen == 5
