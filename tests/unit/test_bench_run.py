@@ -230,7 +230,9 @@ def test_failures_are_counted_and_left_out_of_throughput(double: Double) -> None
         return Outcome.failed(TransientError("the link is down")) if position % 2 else None
 
     double.on_get = every_second
-    report = run_io(["memory://"], ops=["get"], **quick())
+    report = run_io(
+        ["memory://"], ops=["get"], **quick(repeats=1)
+    )  # of several, time and speed are medians of their own
     (row,) = report.rows
     assert row.failed > 0
     assert row.gbytes_per_s * 1e9 * row.seconds == pytest.approx(row.batch * row.size_bytes / 2, rel=0.5)

@@ -92,6 +92,10 @@ def test_remote_url_is_the_last_tier() -> None:
         ({"tiers": [{"url": "memory://", "low_watermark": 0.99}]}, "low_watermark is above high_watermark"),
         ({"tiers": [{"url": "memory://", "policy_options": {"nonsense": 1}}]}, "nonsense"),
         ({"tiers": [{"url": "memory://", "policy_options": 3}]}, "must map names to values"),
+        (
+            {"tiers": [{"url": "memory://", "policy": "ttl", "policy_options": {"ttl": "soon"}}]},
+            "option 'ttl' of the eviction policy ttl must be a number, not 'soon'",
+        ),
         ({"tiers": ["file:///kv", "file:///kv/"]}, "tiers name file:///kv twice"),
         (
             {"tiers": ["memory://", "memory://?bytes=1GiB"]},
