@@ -6,7 +6,8 @@ every call, 3 µs more per round trip, and takes the GIL again for every piece t
 throughput. The buffer sizes are the kernel's, which tunes them; fixed ones of 1 or 4 MiB were no faster.
 
 A frame's header is received with up to 1 KiB of what follows, so that a small one takes one system call and not three;
-what of a body comes along is copied once more. Not on a Unix socket, where descriptors go with certain bytes.
+what of a body comes along is copied once more. Not on a Unix socket, where descriptors go with certain bytes. Who waits
+for a frame that is likely to come at once looks for it before he sleeps: `_glance`.
 
 Two cases need poll(2) and MSG_DONTWAIT all the same, and get it: the main thread, in which the kernel delivers signals,
 because Python retries a call that a signal interrupted with its full timeout (PEP 475); and sends on a Unix socket,
@@ -28,6 +29,7 @@ import weakref
 from collections.abc import Sequence
 
 from ._descriptors import pass_fds, take_fds
+from ._glance import Glance
 from ._metas import LEAST_RATE, MetaShare
 from ._sockets import Part, advance, fill, let_go, notice_vanished_peers
 from .errors import ConnectionLost, DeadlinePassed, ProtocolError, TransportClosed, TransportError
@@ -97,6 +99,7 @@ class Control:
         self._sending = threading.Lock()
         self._ahead = memoryview(bytearray(HEADER_BYTES if self.local else _AHEAD_BYTES))
         self._at = self._end = 0  # what of that was received and not taken yet
+        self._glance = Glance(sock.fileno())
         self._armed = {socket.SO_RCVTIMEO: math.inf, socket.SO_SNDTIMEO: math.inf}
         _LIVE.add(self)
         sock.settimeout(None)
@@ -437,11 +440,14 @@ class Control:
         missing = left if least < 0 else least
         flags = socket.MSG_WAITALL if missing == left else 0
         since = time.monotonic() if stall else None
+        ready = not stall and self._glance.look()
         while True:
             wait = self._patience(deadline, since, "receiving")
             try:
                 if careful:
-                    self._poll(select.POLLIN, wait)
+                    if not ready:
+                        self._poll(select.POLLIN, wait)
+                    ready = False
                     got = sock.recv_into(view, left, socket.MSG_DONTWAIT)
                 else:
                     self._arm(socket.SO_RCVTIMEO, wait)
@@ -450,12 +456,14 @@ class Control:
                 continue
             except OSError as error:
                 raise self._lost("receiving", error) from error
+            if not stall:
+                self._glance.found()
             if got >= missing:
                 return total - left + got
             if not got:
                 raise self._lost("receiving", None)
             missing -= got
-            view, left, since = view[got:], left - got, time.monotonic()
+            view, left, since, stall = view[got:], left - got, time.monotonic(), True
 
     def _scatter(self, views: list[memoryview], deadline: float) -> None:
         sock, at, since = self._sock, 0, time.monotonic()
