@@ -82,10 +82,13 @@ def make_policy(name: str, *, clock: Clock = time.monotonic, **options: Any) -> 
                 raise ConfigError(f"the eviction policy {name} has no option {option!r}; choices: {choices}")
     for option, value in options.items():
         default = known[option].default if option in known else None
-        if isinstance(default, int | float) and not isinstance(default, bool):
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ConfigError(f"option {option!r} of the eviction policy {name} must be a number, not {value!r}")
+        if _is_number(default) and not _is_number(value):
+            raise ConfigError(f"option {option!r} of the eviction policy {name} must be a number, not {value!r}")
     try:
         return policy(clock=clock, **options)
     except TypeError as error:
         raise ConfigError(f"the eviction policy {name} does not take these options: {error}") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
