@@ -314,20 +314,9 @@ class _FreeList:
         self.by_start = {0: nbytes}
         self.by_end = {nbytes: 0}
 
-    def take(self, nbytes: int) -> int | None:
-        index = bisect.bisect_left(self.by_size, (nbytes, -1))
-        if index == len(self.by_size):
-            return None
-        size, start = self.by_size.pop(index)
-        del self.by_start[start]
-        del self.by_end[start + size]
-        if size > nbytes:
-            self._add(start + nbytes, size - nbytes)
-        return start
-
     def take_many(self, nbytes: int, count: int) -> list[int]:
-        """As `take`, up to `count` times, in fewer steps: where one run has room for several, that is also where `take`
-        would take them, one behind the other."""
+        """Where up to `count` runs of `nbytes` begin: what taking one after the other, each from the smallest run that
+        has room, would give. One run that has room for several gives them in one step."""
         starts: list[int] = []
         while len(starts) < count:
             index = bisect.bisect_left(self.by_size, (nbytes, -1))

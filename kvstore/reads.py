@@ -264,9 +264,8 @@ class Reader:
         outcomes = call_get(job.target, reads, deadline)
         quick, ok, begin = self.quick, Status.OK, 0
         for flight, head, end in zip(wanted, heads, marks, strict=False):
-            if (
-                quick and head is not None and len(flight.views) == 1
-            ):  # most small records; in any trouble `_judge` says which
+            # Most small records; in any trouble `_judge` says which.
+            if quick and head is not None and len(flight.views) == 1:
                 view, (header, body) = flight.views[0], outcomes[begin:end]
                 if (
                     header.status is ok

@@ -9,12 +9,13 @@ from typing import Any
 from kvstore.keys import KeyContext
 from kvstore.layout import KVLayout
 from kvstore.record import kv_spec
-from kvstore.sessions import Turn
+from kvstore.sessions import SessionStore, Turn
 from kvstore.store import Item, Store, Want
 
 CHUNK = 8
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8)
 SPEC = kv_spec(LAYOUT, "uint8", CHUNK)
+SYSTEM = list(range(900, 911))
 ENTRY = 16  # bytes of a token's KV
 
 Cache = list[bytes]
@@ -85,3 +86,12 @@ def play(sessions: Any, turn: Turn, answer: Iterable[int]) -> tuple[Cache, int]:
     turn.finish(answer)
     sessions.save(turn, cache)
     return cache, hit
+
+
+def over(store: Store, **options: Any) -> SessionStore:
+    kv = FakeKV(store, rope=options.pop("rope", "pre"), contents=options.pop("contents", None))
+    return SessionStore(kv, **options)
+
+
+def words(start: int, count: int) -> list[int]:
+    return list(range(start, start + count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 import threading
@@ -489,6 +490,21 @@ def test_many_threads() -> None:
         assert idle(pool)
 
 
+class Plain(_FreeList):
+    """One after the other: what `take_many` is to give."""
+
+    def take(self, nbytes: int) -> int | None:
+        index = bisect.bisect_left(self.by_size, (nbytes, -1))
+        if index == len(self.by_size):
+            return None
+        size, start = self.by_size.pop(index)
+        del self.by_start[start]
+        del self.by_end[start + size]
+        if size > nbytes:
+            self._add(start + nbytes, size - nbytes)
+        return start
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=40),
     st.integers(1, 40), st.integers(1, 20),
@@ -496,7 +512,7 @@ def test_many_threads() -> None:
 def test_many_places_at_once_are_those_of_one_after_the_other(
     before: list[tuple[int, bool]], nbytes: int, count: int
 ) -> None:
-    one, many = _FreeList(600), _FreeList(600)
+    one, many = Plain(600), Plain(600)
     taken = []
     for size, kept in before:  # holes
         places = one.take(size), many.take(size)

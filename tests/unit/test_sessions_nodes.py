@@ -21,24 +21,13 @@ from kvstore.store import Item, Store
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from tests.faults.support import store_over
 
-from .session_support import CHUNK, Cache, Clock, FakeKV, compute, play
-
-SYSTEM = list(range(900, 911))
+from .session_support import CHUNK, SYSTEM, Cache, Clock, compute, over, play, words
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
     with store_over(DictBackend(), chunk_size=CHUNK) as opened:
         yield opened
-
-
-def over(store: Store, **options: Any) -> SessionStore:
-    kv = FakeKV(store, rope=options.pop("rope", "pre"), contents=options.pop("contents", None))
-    return SessionStore(kv, **options)
-
-
-def words(start: int, count: int) -> list[int]:
-    return list(range(start, start + count))
 
 
 def shared(store: Store, count: int, **options: Any) -> list[SessionStore]:

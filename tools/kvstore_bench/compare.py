@@ -14,7 +14,6 @@ import contextlib
 import secrets
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
 
-from .io import CALL_TIMEOUT_S, GIB, MIB, MOST_LANES, OPS, percentile_ms, plan_run, prepare_outputs, sizes_of
+from .io import CALL_TIMEOUT_S, GIB, MIB, MOST_LANES, OPS, percentile_ms, plan_run, sizes_of
+from .outputs import prepare_outputs, write_outputs
 from .peers.process import PEERS, PeerProcess, PeerSide
 from .progress import Progress, progress_bar
 from .report import Report
@@ -228,9 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_compare` raises."""
-    if args.json == args.html == "-":
-        raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
-    prepare_outputs(args.json, args.html)
+    prepare_outputs(args)
     with progress_bar() as progress:
         report = run_compare(
             args.peer,
@@ -244,12 +242,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             command=_command(args),
         )
-    report.print_table(sys.stderr if "-" in (args.json, args.html) else sys.stdout)
-    if args.json:
-        report.write_json(args.json)
-    if args.html:
-        report.write_html(args.html)
-    return 0 if report.ok else 1
+    return write_outputs(report, args)
 
 
 def _command(args: argparse.Namespace) -> str:

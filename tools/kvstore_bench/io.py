@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvstore.errors import ConfigError
 from kvstore.options import parse_size
 
+from .outputs import prepare_outputs, write_outputs
 from .progress import Progress, progress_bar
 from .workload import size_name
 
@@ -530,9 +531,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_io` raises."""
-    if args.json == args.html == "-":
-        raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
-    prepare_outputs(args.json, args.html)
+    prepare_outputs(args)
     ops = [part.strip() for part in args.ops.split(",") if part.strip()]
     with progress_bar() as progress:
         report = run_io(
@@ -550,32 +549,10 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             command=_command(args),
         )
-    report.print_table(sys.stderr if "-" in (args.json, args.html) else sys.stdout)
-    if args.json:
-        report.write_json(args.json)
-    if args.html:
-        report.write_html(args.html)
+    status = write_outputs(report, args)
     if args.html and args.html != "-":
         print(f"wrote {args.html}", file=sys.stderr)
-    return 0 if report.ok else 1
-
-
-def prepare_outputs(*paths: str | None) -> None:
-    """Before minutes of measuring, not after: the folders of the outputs are there and can be written to."""
-    for path in paths:
-        if not path or path == "-":
-            continue
-        if os.path.isdir(path):
-            raise ConfigError(f"cannot write to {path!r}: it is a folder; name a file")
-        folder = os.path.dirname(path) or "."
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to {path!r}: its folder is missing and cannot be made: {error.strerror}"
-            ) from error
-        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            raise ConfigError(f"cannot write to {path!r}: access is denied")
+    return status
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from kvstore.errors import ConfigError
 from kvstore.options import parse_duration, parse_size
 
 from .layers_report import LayerRow, LayersReport
+from .outputs import prepare_outputs, write_outputs
 from .progress import progress_bar
 from .report import Figure
 
@@ -387,11 +387,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: every cache that was loaded is the one that was computed; 1: not so."""
-    from .io import prepare_outputs
-
-    if args.json == args.html == "-":
-        raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
-    prepare_outputs(args.json, args.html)
+    prepare_outputs(args)
     rates = [float(parse_size(part.strip(), name="--rate")) for part in (args.rate or "").split(",") if part.strip()]
     if args.rate is not None and (not rates or min(rates) <= 0):
         raise ConfigError(f"--rate {args.rate!r}: every rate must be at least 1 byte per second")
@@ -413,12 +409,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             command=_command(args),
         )
-    report.print_table(sys.stderr if "-" in (args.json, args.html) else sys.stdout)
-    if args.json:
-        report.write_json(args.json)
-    if args.html:
-        report.write_html(args.html)
-    return 0 if report.ok else 1
+    return write_outputs(report, args)
 
 
 def _folder(given: str | None) -> Path:

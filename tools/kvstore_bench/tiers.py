@@ -11,7 +11,6 @@ A capacity is a number of blocks, or several for tiers, fastest first: `1000+900
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ from kvstore.errors import ConfigError
 from kvstore.options import parse_size
 
 from .machine import machine_facts
+from .outputs import prepare_outputs, write_outputs
 from .progress import Progress, progress_bar
 from .report import Figure
 from .tiers_replay import CostModel, Replay, policy_names, replay
@@ -178,11 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: the replay gives what is known and no window was broken; 1: not so."""
-    from .io import prepare_outputs
-
-    if args.json == args.html == "-":
-        raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
-    prepare_outputs(args.json, args.html)
+    prepare_outputs(args)
     capacities = parse_capacities(args.capacity)
     policies = policy_names(args.policies if args.policies is not None else _QUICK if args.quick else _ALL)
     if args.requests is not None and args.requests < 2:
@@ -196,12 +192,7 @@ def run(args: argparse.Namespace) -> int:
     traces = load_trace(args.trace, limit=args.requests)
     with progress_bar() as progress:
         report = run_tiers(traces, capacities, policies, cost=cost, progress=progress, command=_command(args))
-    report.print_table(sys.stderr if "-" in (args.json, args.html) else sys.stdout)
-    if args.json:
-        report.write_json(args.json)
-    if args.html:
-        report.write_html(args.html)
-    return 0 if report.ok else 1
+    return write_outputs(report, args)
 
 
 def _command(args: argparse.Namespace) -> str:

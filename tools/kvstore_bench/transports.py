@@ -10,15 +10,15 @@ import argparse
 import json
 import os
 import platform
-import sys
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kvstore.errors import BackendError, ConfigError
 
-from .io import MIB, prepare_outputs, run_io
+from .io import MIB, run_io
 from .nodes import TRANSPORTS
+from .outputs import prepare_outputs, table_stream, write_files
 from .progress import progress_bar
 from .report import Figure, Report
 
@@ -129,9 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: what can be used was measured and verified (or looked at); 1: something failed."""
-    if args.json == args.html == "-":
-        raise ConfigError("--json - and --html - cannot both go to standard output; name a file for one of them")
-    prepare_outputs(args.json, args.html)
+    prepare_outputs(args)
     command = "kvstore-bench transports" + "".join(
         f" --{name.replace('_', '-')}" for name in ("quick", "require_rdma") if getattr(args, name)
     )
@@ -139,14 +137,11 @@ def run(args: argparse.Namespace) -> int:
         report = run_transports(
             require_rdma=args.require_rdma, measure=not args.quick, progress=progress, command=command
         )
-    out = sys.stderr if "-" in (args.json, args.html) else sys.stdout
+    out = table_stream(args)
     print_facts(report, out)
     if report.rows:
         report.print_table(out)
-    if args.json:
-        report.write_json(args.json)
-    if args.html:
-        report.write_html(args.html)
+    write_files(report, args)
     measured = all(row.verified and not row.failed for row in report.rows)
     complete = args.quick or {row.scheme for row in report.rows} >= {"node_tcp"}
     return 0 if measured and complete else 1
