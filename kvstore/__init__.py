@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .layout import KVLayout
     from .record import RecordSpec, kv_spec, opaque_spec
     from .registry import BackendURL, open_backend, parse_url
-    from .store import Item, Priority, Store, Want, open_store
+    from .store import Item, Priority, Progress, Store, Want, open_store
 
 __all__ = [
     "Backend",
@@ -63,6 +63,7 @@ __all__ = [
     "PermanentError",
     "PoolExhausted",
     "Priority",
+    "Progress",
     "Read",
     "RecordSpec",
     "Status",
@@ -95,13 +96,14 @@ _MODULES = {
     "layout": ("KVLayout",),
     "record": ("RecordSpec", "kv_spec", "opaque_spec"),
     "registry": ("BackendURL", "open_backend", "parse_url"),
-    "store": ("Item", "Priority", "Store", "Want", "open_store"),
+    "store": ("Item", "Priority", "Progress", "Store", "Want", "open_store"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = frozenset(
     {
         *_MODULES,
         "codec",
+        "dropping",
         "eviction",
         "integrations",
         "metrics",
@@ -109,6 +111,7 @@ _SUBMODULES = frozenset(
         "prefetch",
         "rope",
         "sessions",
+        "stream",
         "testing",
         "tiers",
         "wrappers",

@@ -52,7 +52,8 @@ ALIASES: dict[str, Alias] = {
 }
 
 SERDES: dict[str, str] = {"naive": "raw"}
-"""LMCache's values of `remote_serde` that mean the same as a codec of ours."""
+"""LMCache's values of `remote_serde` that mean the same as a codec of ours under another name. `cachegen` is ours too;
+it needs the option `codec_profile`."""
 
 _OURS = "kvstore does this in its own way"
 _ENGINE = "the integration with the engine decides this"
@@ -290,6 +291,8 @@ def manual() -> str:
         "| `local_cpu`, `max_local_cpu_size` (GB) | if one is given: a tier `memory://` of that size (5 GB) |",
         "| `local_disk`, `max_local_disk_size` (GB) | a tier `file://` of that size |",
         "| `cache_policy` | `policy` of these tiers: `LRU`, `FIFO`; others are noted |",
+        "| `remote_serde: naive` | `raw` |",
+        "| `remote_serde: cachegen` | `cachegen`, with `codec_profile` (`kvstore-codec profile` makes one) |",
     ]
     options: dict[str, list[str]] = {}
     for name, known in UNUSED.items():

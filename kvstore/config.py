@@ -60,7 +60,7 @@ _SERVICE_VARIABLES = re.compile(
 
 
 class StoreOption(Option):
-    """An option of the store. Kinds besides `Option`'s: "urls", "tiers", "codec" and "map"."""
+    """An option of the store. Kinds besides `Option`'s: "urls", "tiers", "codec", "paths", "level" and "map"."""
 
     __slots__ = ()
 
@@ -75,12 +75,31 @@ class StoreOption(Option):
     def _parse_codec(self, value: object) -> str:
         if not isinstance(value, str):
             raise ConfigError(f"option {self.name!r}: {type(value).__name__} is not the name of a codec")
-        from .codec import codec_by_name
+        from .codec import CODEC_NAMES, codec_number
 
         try:
-            return codec_by_name(SERDES.get(value, value)).name
+            return CODEC_NAMES[codec_number(SERDES.get(value, value))]
         except ConfigError as error:
             raise ConfigError(f"option {self.name!r}: {error.message}") from None
+
+    def _parse_paths(self, value: object) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str | os.PathLike) for part in parts):
+            raise ConfigError(
+                f"option {self.name!r}: {type(value).__name__} is not the path of a file, or a list of them"
+            )
+        paths = tuple(os.path.expanduser(os.fspath(part).strip()) for part in parts)
+        if not all(paths):
+            raise ConfigError(f"option {self.name!r}: an empty path is given")
+        return paths
+
+    def _parse_level(self, value: object) -> int | None:
+        if isinstance(value, str) and value.strip().lower() == "all":
+            return None
+        level = self._parse_int(value)
+        if not 0 <= level <= 255:
+            raise ConfigError(f"option {self.name!r}: {level} is out of range; it must be 0 to 255, or all")
+        return level
 
     def _parse_map(self, value: object) -> dict[str, dict[str, object]]:
         """`{scheme or URL: {option: value}}`, or YAML (JSON) text of it. No message shows a value: some are secret."""
@@ -159,6 +178,13 @@ class Config:
         "bool", False, "Also store a prompt's last, partial chunk; it is found only as itself."
     )
     remote_serde: str = _option("codec", "raw", "Codec of layer segments at rest; part of every key.")
+    codec_profile: tuple[str, ...] = _option(
+        "paths", (), "Profile files of a codec that needs one (`kvstore-codec profile` makes them), separated by "
+        "commas: the first is used to encode, records of all of them can be read. Its id is part of every key.",
+    )  # fmt: skip
+    codec_level: int | None = _option(
+        "level", None, "Highest level of an encoded record that reads take, unless they ask for another: 0, … or `all`."
+    )  # fmt: skip
     namespace: str = _option("str", "default", "Tenant boundary; part of every key, and nothing crosses it.")
     replicas: int = _option("int", 1, "How many of the backends hold each record.", minimum=1)
     on_error: str = _option(
@@ -198,6 +224,13 @@ class Config:
         if not self.remote_url and not self.tiers:
             raise ConfigError("no remote_url is given; name a backend, for instance file:///mnt/kv or memory://")
         check_tiers(self.tiers, self.remote_url, self.replicas)
+        from .codec import check_profile
+
+        try:
+            check_profile(self.remote_serde, self.codec_profile)
+        except ConfigError as error:
+            source = self.sources.get("codec_profile" if self.codec_profile else "remote_serde", "given")
+            raise ConfigError(f"{error.message} ({source})") from None
         what = "tiers and remote_url name" if self.tiers and self.remote_url else "tiers name"
         what = what if self.tiers else "remote_url names"
         folders = [url.base for url in self.urls if url.is_folder]
@@ -239,6 +272,8 @@ class Config:
                 value = getattr(self, option.name)
                 places = option.kind in ("urls", "tiers")
                 text = ", ".join(each.shown for each in value) if places else show_value(option, value)
+                if option.kind == "paths":
+                    text = ", ".join(value) or "—"
                 rows.append((option.name, text, self.sources.get(option.name, "default")))
         remarks = [f"note: {note}" for note in self.notes]
         for url in self.urls:

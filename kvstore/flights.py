@@ -14,19 +14,20 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from .backend import Outcome, Status
-from .buffers import Buffer, copy_bytes
+from .buffers import copy_bytes
 from .errors import KVStoreError, TransientError
 from .keys import Key
 from .record import RecordSpec, checksum
 from .scheduler import Batch, Job, Priority
-from .targets import Counters, HeadMemo, Target
+from .targets import Counters, HeadMemo, Pinned, Progress, Target
 
 __all__ = ["Flight", "FlightJob", "Flights", "Parts"]
 
 logger = logging.getLogger("kvstore.flights")
 
-Name = Key | tuple[Key, int, int]
-"""What is wanted: a whole record, or segments of it (key, first, how many)."""
+Name = Key | tuple[object, ...]
+"""What is wanted: a whole record; segments of it (key, first, how many); or levels of these (…, level). Whoever refines
+what he has already, flies alone (…, level, his progress)."""
 
 
 class Parts:
@@ -48,7 +49,7 @@ class Flight:
         views: one destination per segment.
         flat: the destinations joined, if they lie next to each other.
         nbytes: bytes of all of them.
-        hold: pool buffer that they lie in.
+        hold: pool buffer that they lie in, or the progress that holds it.
     """
 
     batch: Batch
@@ -63,6 +64,8 @@ class Flight:
     digests: list[int | None] | None = None  # checksums of its segments as they landed
     parts: Parts | None = None
     memo: HeadMemo | None = None
+    level: int | None = None  # the highest that is wanted; None: all there are
+    progress: Progress | None = None
     riders: dict[Flight, None] | None = None
     host: Flight | None = None  # what it rides along with
     late = False  # it came aboard after the backend was asked
@@ -75,7 +78,7 @@ class Flight:
         views: Sequence[memoryview],
         flat: memoryview | None,
         nbytes: int,
-        hold: Buffer | None,
+        hold: Pinned | None,
     ) -> None:
         self.key = key
         self.spec = spec
@@ -85,6 +88,14 @@ class Flight:
         self.nbytes = nbytes
         self.hold = hold
         self.name: Name = key if len(views) == len(spec.sizes) else (key, first, len(views))
+
+    def ask_for(self, level: int | None) -> None:
+        """Of an encoded record levels 0 to `level` are wanted."""
+        self.level = level
+        if self.progress is not None:
+            self.name = (self.key, self.first, len(self.views), level, self.progress)
+        elif level is not None:
+            self.name = (self.key, self.first, len(self.views), level)
 
     @property
     def deadline(self) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 from .asks import Asker
 from .backend import Backend, Capability
 from .buffers import BufferPool
-from .codec import codec_by_name
+from .codec import open_codec
 from .config import Config
 from .errors import ClosedError, ConfigError
 from .metrics import Metrics
@@ -51,8 +51,11 @@ class Machinery:
     Args:
         backends: use these instead of opening `config.remote_url`; they are closed with the rest, also if this fails.
 
+    Attributes:
+        codec: what records are encoded with.
+
     Raises:
-        ConfigError: the configuration makes no sense, or a backend cannot be opened.
+        ConfigError: the configuration makes no sense, or a backend or a codec's profile cannot be opened.
     """
 
     def __init__(self, config: Config, backends: Sequence[Backend] | None) -> None:
@@ -62,7 +65,7 @@ class Machinery:
         with contextlib.ExitStack() as undo:
             for backend in backends or ():
                 undo.callback(backend.close)
-            codec = codec_by_name(config.remote_serde)
+            self.codec = codec = open_codec(config.remote_serde, config.codec_profile)
             self.targets, placement = self._open_targets(backends, undo)
             shared = any(target.capabilities & Capability.MAPPED_MEMORY for target in self.targets)
             self.pool = BufferPool(config.buffer_pool_bytes, shared=shared)
@@ -73,7 +76,7 @@ class Machinery:
                         target.backend.register(slab)
             undo.pop_all()
         raw = codec.number == 0
-        self.reader = Reader(self.targets, placement, self.pool, self.counters, raw=raw)
+        self.reader = Reader(self.targets, placement, self.pool, self.counters, codec=codec, level=config.codec_level)
         self.asker = Asker(self.targets, placement, self.reader.stager)
         self.writer = Writer(
             self.targets,

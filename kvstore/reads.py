@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 from .backend import Capability, Outcome, Read, Status
 from .buffers import BufferPool
-from .errors import ClosedError, KVStoreError, PermanentError, TransientError
+from .codec.base import RAW, Codec
+from .errors import ClosedError, ConfigError, KVStoreError, PermanentError, TransientError
 from .flights import Flight, FlightJob, Flights, Parts
 from .placement import Placement
 from .plan import Piece, cut, group, runs
@@ -117,6 +118,10 @@ class _PiecesJob(FlightJob):
 class Reader:
     """Plans and runs reads over the targets of one store.
 
+    Args:
+        codec: the one that records of this store are encoded with.
+        level: the highest level that is read for those who do not say; None: all.
+
     Attributes:
         quick: False takes the general path throughout; for the test that both are equal.
     """
@@ -128,25 +133,34 @@ class Reader:
         pool: BufferPool,
         counters: Counters,
         *,
-        raw: bool,
+        codec: Codec,
+        level: int | None = None,
     ) -> None:
         self._targets = targets
         self._order = placement.order
-        self._raw = raw  # records are expected to be stored raw
+        self._raw = codec.number == RAW  # records are expected to be stored raw
+        # So many levels have all records; profiles may differ in theirs.
+        self._levels = codec.levels if codec.profile is None else 256
+        self._level = level
         self._scratch = threading.local()
-        self.stager = Stager(targets, pool, counters)
+        self.stager = Stager(targets, pool, counters, codec)
         self.flights = Flights(counters, self._dispatch, placement.order)
         self.quick = True
 
     # Submission.
 
     def submit(self, batch: Batch, flights: Sequence[Flight], priority: Priority) -> None:
-        """Start reading; outcomes go to `batch` by index. Raises `ClosedError` if a `hold` was released."""
+        """Start reading; outcomes go to `batch` by index. Raises `ClosedError` if a `hold` was released, `ConfigError`
+        if a progress is in use."""
         try:
             pin_all([flight.hold for flight in flights if flight.hold is not None])
-        except ClosedError as error:
+        except (ClosedError, ConfigError) as error:
             batch.fail(error)
             raise
+        if not self._raw:
+            for flight in flights:
+                level = self._level if flight.level is None else flight.level
+                flight.ask_for(None if level is None or level + 1 >= self._levels else level)
         batch.begin(len(flights))
         fresh: list[Flight] = []
         try:
@@ -196,15 +210,21 @@ class Reader:
 
     def _raw_jobs(self, target: Target, flights: Sequence[Flight], priority: Priority) -> list[FlightJob]:
         size = target.limits.preferred_io_bytes
-        whole = [flight for flight in flights if flight.nbytes <= size or len(flight.views) == 1]
+        whole = [
+            flight
+            for flight in flights
+            if (flight.nbytes <= size or len(flight.views) == 1) and flight.progress is None
+        ]
         jobs: list[FlightJob] = []
         sizes = [flight.nbytes for flight in whole]
         for begin, end in group(sizes, limits=target.limits, capabilities=target.capabilities):
             jobs.append(self._flights_job(priority, target, whole[begin:end], self._run_raw))
         if len(whole) < len(flights):
+            if followed := [flight for flight in flights if flight.progress is not None]:
+                jobs += self._staged_jobs(target, followed, priority)
             pieces: list[tuple[Flight, Piece]] = []
             for number, flight in enumerate(flights):
-                if flight.nbytes > size and len(flight.views) > 1:
+                if flight.nbytes > size and len(flight.views) > 1 and flight.progress is None:
                     cuts = cut(number, [len(view) for view in flight.views], flight.first, size)
                     flight.parts = Parts(len(cuts), len(flight.views))
                     pieces += [(flight, piece) for piece in cuts]
@@ -408,7 +428,7 @@ class Reader:
             self.flights.land(final)
         for flight in suspects:  # last: what is good does not wait for what is not
             if flight.memo is not None:
-                flight.memo.checksums = None
+                flight.memo.forget()
             self._conclude(target, [(flight, self._look_again(target, flight))])
 
     def _look_again(self, target: Target, flight: Flight) -> Outcome:

@@ -10,7 +10,7 @@ All integers little-endian.
     16   32  key
     48   8   length of the whole record, in bytes
     56   8   offset of the first segment
-    64   8   raw bytes of all segments together
+    64   8   raw bytes of all layers together
     72   4   length of the meta block, in bytes
     76   2   KV-head groups per layer (1; reserved for records shared across tensor-parallel sizes)
     78   10  reserved (0)
@@ -18,7 +18,12 @@ All integers little-endian.
     96   40n table: per segment offset u64, length u64, raw length u64, XXH3-64 of the stored bytes u64,
              layer u32, head group u16 (0), codec u8 (0 = raw), level u8
     …        meta block (msgpack map)
-    …        zeros up to the first segment, then the segments in layer order
+    …        zeros up to the first segment, then the segments in the order of the table
+
+The table is level-major: level 0 of layers 0, 1, 2, …, of all of them; then level 1 of those layers that have one, in
+their order; then level 2, and so on. A level refines the one below it: a layer that has level n has all before it, of
+the same codec and the same raw length (that of the layer). Raw segments have no further levels. So every level is one
+run of bytes, and so are some layers of it.
 
 Segments of a KV chunk stored raw begin at multiples of 4 KiB, encoded ones at multiples of 64 bytes; segments of an
 opaque record hold at most 1 MiB each. Room for 512 bytes of meta is always kept, so the offsets of a raw record follow
@@ -33,7 +38,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -41,7 +46,7 @@ from xxhash import xxh3_64_intdigest
 
 from .errors import ConfigError, CorruptRecord
 from .keys import KEY_BYTES, Key
-from .layout import KVLayout
+from .layout import KVLayout, canonical_dtype
 
 __all__ = [
     "HEADER_BYTES",
@@ -89,7 +94,7 @@ def _align(value: int, alignment: int) -> int:
 
 
 class Segment(NamedTuple):
-    """One entry of the table: where a segment lies in the record, and what it holds."""
+    """One entry of the table: where a segment lies in the record, and what it holds: one level of one layer."""
 
     offset: int
     length: int
@@ -112,6 +117,8 @@ class RecordSpec:
         data_offset: where the first one begins: the header, table and meta block lie before it.
         raw_bytes: sum of `sizes`.
         nbytes: length of the record if stored raw.
+        layout, dtype, tokens: what the record is of, if it was made by `kv_spec`; lossy codecs need to know. They take
+            no part in comparisons: the bytes a reader gets depend on the sizes alone.
     """
 
     kind: int
@@ -120,6 +127,9 @@ class RecordSpec:
     data_offset: int
     raw_bytes: int
     nbytes: int
+    layout: KVLayout | None = field(default=None, compare=False)
+    dtype: str | None = field(default=None, compare=False)
+    tokens: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, kind: int, sizes: Sequence[int]) -> RecordSpec:
@@ -167,7 +177,8 @@ def _alignment(kind: int, raw_bytes: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def kv_spec(layout: KVLayout, dtype: str, tokens: int) -> RecordSpec:
     """The spec of a KV chunk of `tokens` tokens."""
-    return RecordSpec.of(KIND_KV, (layout.segment_bytes(tokens, dtype),) * layout.num_layers)
+    spec = RecordSpec.of(KIND_KV, (layout.segment_bytes(tokens, dtype),) * layout.num_layers)
+    return replace(spec, layout=layout, dtype=canonical_dtype(dtype), tokens=tokens)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -185,8 +196,11 @@ class Header(NamedTuple):
 
     Attributes:
         nbytes: length of the whole record.
+        raw_bytes: of all layers; each counts once, however many levels it has.
         head_bytes: length of header, table and meta block; the data begins at `data_offset` or later.
+        segments: the table, level-major.
         meta_block: the msgpack bytes; `meta()` decodes them.
+        layers: how many layers there are; `segments[:layers]` are level 0 of each.
     """
 
     key: Key
@@ -197,6 +211,23 @@ class Header(NamedTuple):
     head_bytes: int
     segments: list[Segment]
     meta_block: bytes
+    layers: int
+
+    @property
+    def levels(self) -> int:
+        """How many levels the layer with the most of them has."""
+        return self.segments[-1].level + 1
+
+    def parts(self, first: int, count: int, level: int | None = None) -> list[list[Segment]]:
+        """The segments of `count` layers from `first` on, per layer its levels 0 to `level` (None: all there are)."""
+        found = [[segment] for segment in self.segments[first : first + count]]
+        if level != 0:
+            for segment in self.segments[self.layers :]:
+                if level is not None and segment.level > level:
+                    break
+                if first <= segment.layer < first + count:
+                    found[segment.layer - first].append(segment)
+        return found
 
     def meta(self) -> dict[str, Any]:
         """The meta block, decoded with bounds. Raises `CorruptRecord` if it is not a msgpack map."""
@@ -209,8 +240,8 @@ class Header(NamedTuple):
         """True if the raw sizes and the kind are those of `spec`."""
         return (
             self.kind == spec.kind
-            and len(self.segments) == len(spec.sizes)
-            and all(segment[2] == size for segment, size in zip(self.segments, spec.sizes, strict=True))
+            and self.layers == len(spec.sizes)
+            and all(segment[2] == size for segment, size in zip(self.segments, spec.sizes, strict=False))
         )
 
 
@@ -282,60 +313,77 @@ def build_record(
     segments: Sequence[memoryview],
     *,
     meta: Mapping[str, Any],
-    codecs: Sequence[tuple[int, int]] | None = None,
-    layers: Sequence[int] | None = None,
+    codecs: Sequence[int] | None = None,
+    refinements: Sequence[tuple[int, int, memoryview]] = (),
 ) -> list[memoryview]:
     """The record as views to gather: header, segments and padding. No segment is copied.
 
     Args:
-        spec: raw sizes of the segments.
-        segments: stored bytes of each segment, flat byte views; raw ones are as long as the spec says.
+        spec: raw sizes of the layers' segments.
+        segments: stored bytes of level 0 of each layer, flat byte views; raw ones are as long as the spec says.
         meta: small map of msgpack values; `None` values are left out. Beyond 512 bytes of it the segments move back,
             and a reader that began with the spec's offsets has to look into the table.
-        codecs: (codec number, level) of each segment; None means that all are raw.
-        layers: layer number of each segment; None means 0, 1, 2, …
+        codecs: codec number of each layer; None means that all are raw.
+        refinements: (layer, level, stored bytes) of the further levels, in any order.
 
     Raises:
-        ConfigError: sizes, counts or meta do not fit the format.
+        ConfigError: sizes, counts, levels or meta do not fit the format.
     """
     count = len(spec.sizes)
-    for given, what in ((segments, "segments"), (codecs, "codecs"), (layers, "layers")):
+    for given, what in ((segments, "segments"), (codecs, "codecs")):
         if given is not None and len(given) != count:
             raise ConfigError(f"the record has {count} segments, but {len(given)} {what} were given")
     if len(key) != KEY_BYTES:  # struct would fill it up with zeros
         raise ConfigError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    numbers = (RAW,) * count if codecs is None else codecs
+    entries = [(layer, 0, segment) for layer, segment in enumerate(segments)]
+    if refinements:
+        entries += _in_order(refinements, numbers)
     meta_block = _pack_meta(meta)
     alignment = _alignment(spec.kind, spec.raw_bytes)
-    head_bytes = HEADER_BYTES + _ENTRY.size * count + len(meta_block)
-    raw = codecs is None
-    reserved = max(head_bytes, HEADER_BYTES + _ENTRY.size * count + META_RESERVE)
-    end = data_offset = _align(reserved, alignment if raw else PACK)
-    table = bytearray(_ENTRY.size * count)
+    head_bytes = HEADER_BYTES + _ENTRY.size * len(entries) + len(meta_block)
+    reserved = max(head_bytes, HEADER_BYTES + _ENTRY.size * len(entries) + META_RESERVE)
+    end = data_offset = _align(reserved, alignment if codecs is None else PACK)
+    table = bytearray(_ENTRY.size * len(entries))
     body: list[memoryview] = []
-    for index, (segment, size) in enumerate(zip(segments, spec.sizes, strict=True)):
-        codec, level = (RAW, 0) if codecs is None else codecs[index]
+    for index, (layer, level, segment) in enumerate(entries):
+        codec, size = numbers[layer], spec.sizes[layer]
         length, flat = len(segment), memoryview(segment)
         if length != flat.nbytes or not flat.c_contiguous:
             raise ConfigError(f"segment {index} is not a flat view of bytes")
-        if codec == RAW and length != size:
+        if length > size or (codec == RAW and length != size):
             raise ConfigError(f"segment {index} has {length} bytes instead of {size}")
         begin = _align(end, alignment if codec == RAW else PACK)
         if begin > end:
             body.append(_ZEROS[: begin - end])
         body.append(segment)
-        layer = index if layers is None else layers[index]
         try:
             _ENTRY.pack_into(table, index * _ENTRY.size, begin, length, size, checksum(segment), layer, 0, codec, level)
         except struct.error as error:
-            raise ConfigError(
-                f"segment {index}: layer {layer}, codec {codec} or level {level} is out of range"
-            ) from error
+            raise ConfigError(f"segment {index}: codec {codec} or level {level} is out of range") from error
         end = begin + length
     fixed = _FIXED.pack(
-        MAGIC, VERSION, spec.kind, 0, count, key, end, data_offset, spec.raw_bytes, len(meta_block), 1, bytes(10), 0
-    )[:-8]
+        MAGIC, VERSION, spec.kind, 0, len(entries), key, end, data_offset, spec.raw_bytes, len(meta_block), 1,
+        bytes(10), 0,
+    )[:-8]  # fmt: skip
     head = b"".join((fixed, checksum(b"".join((fixed, table, meta_block))).to_bytes(8, "little"), table, meta_block))
     return [memoryview(head), *_zeros(data_offset - head_bytes), *body]
+
+
+def _in_order(
+    refinements: Sequence[tuple[int, int, memoryview]], codecs: Sequence[int]
+) -> list[tuple[int, int, memoryview]]:
+    """The further levels in the order of the table. Raises `ConfigError` if they are not 1, 2, … of layers that may
+    have some."""
+    ordered = sorted(refinements, key=lambda each: (each[1], each[0]))
+    reached = [0] * len(codecs)
+    for layer, level, _ in ordered:
+        if not 0 <= layer < len(codecs) or codecs[layer] == RAW or level != reached[layer] + 1:
+            raise ConfigError(f"level {level} of layer {layer} refines nothing that this record holds")
+        reached[layer] = level
+    if len(codecs) + len(ordered) > MAX_SEGMENTS:
+        raise ConfigError(f"a record has at most {MAX_SEGMENTS} segments, not {len(codecs) + len(ordered)}")
+    return ordered
 
 
 def _zeros(count: int) -> list[memoryview]:
@@ -386,24 +434,41 @@ def parse_header(data: memoryview | bytes, *, key: Key | None = None, nbytes: in
         raise CorruptRecord("the header uses a reserved field", key=key)
     table_end = HEADER_BYTES + _ENTRY.size * count
     segments = list(map(Segment._make, _ENTRY.iter_unpack(view[HEADER_BYTES:table_end])))
-    end, total = data_offset, 0
+    end, total, layers = data_offset, 0, 0
     most = OPAQUE_SEGMENT_BYTES if kind == KIND_OPAQUE else MAX_RECORD_BYTES
-    for offset, stored, raw, _, _, group, codec, _ in segments:
+    for offset, stored, raw, _, layer, group, codec, level in segments:
         # Segments follow each other with less than a page of padding: no range read spans more than it delivers.
         # What encoding did not make smaller is stored raw, so an encoded segment is never longer than its raw bytes.
-        if not end <= offset < end + PAGE or offset + stored > length or raw > most:
+        following = offset + stored
+        if not end <= offset < end + PAGE or following > length or stored > raw or raw > most or group:
             raise CorruptRecord("the table's offsets or lengths contradict each other", key=key)
-        if stored > raw or (codec == RAW and stored < raw):
+        if stored < raw and codec == RAW:
             raise CorruptRecord("the table's offsets or lengths contradict each other", key=key)
-        if group:
-            raise CorruptRecord("the table uses a reserved field", key=key)
-        end = offset + stored
-        total += raw
+        end = following
+        if layer == layers and not level:
+            layers += 1
+            total += raw
+    if layers < count:
+        _check_levels(segments, layers, key)
     if end != length or total != raw_bytes or total > MAX_RECORD_BYTES:
         raise CorruptRecord("the table does not add up to the record", key=key)
-    return Header(
-        Key(name), kind, length, data_offset, raw_bytes, head_bytes, segments, bytes(view[table_end:head_bytes])
-    )
+    meta_block = bytes(view[table_end:head_bytes])
+    return Header(Key(name), kind, length, data_offset, raw_bytes, head_bytes, segments, meta_block, layers)
+
+
+def _check_levels(segments: Sequence[Segment], layers: int, key: Key | None) -> None:
+    """What follows the first `layers` entries, which hold level 0 of layers 0, 1, …, must be further levels of them,
+    in order. Raises `CorruptRecord`."""
+    reached = [0] * layers
+    before = (1, -1)
+    for segment in segments[layers:]:
+        layer, level = segment.layer, segment.level
+        if (level, layer) <= before or layer >= layers or level != reached[layer] + 1:
+            raise CorruptRecord("the table's layers or levels are not in order, or not complete", key=key)
+        base = segments[layer]
+        if segment.codec != base.codec or segment.codec == RAW or segment.raw_length != base.raw_length:
+            raise CorruptRecord("the levels of a layer contradict each other", key=key)
+        reached[layer], before = level, (level, layer)
 
 
 def raw_checksums(head: memoryview, key: Key, spec: RecordSpec) -> list[int] | None:
@@ -423,14 +488,23 @@ def raw_checksums(head: memoryview, key: Key, spec: RecordSpec) -> list[int] | N
         return None
     if checksum(b"".join((head[:88], head[HEADER_BYTES:head_bytes]))) != fixed[12] or fixed[10:12] != _RESERVED:
         return None
-    checksums = []
-    for entry, offset, size in zip(
-        _ENTRY.iter_unpack(head[HEADER_BYTES:table_end]), spec.offsets, spec.sizes, strict=True
-    ):
-        if entry[0] != offset or entry[1] != size or entry[2] != size or entry[6] != RAW:
-            return None
-        checksums.append(entry[3])
-    return checksums
+    # Five words per entry; the last holds layer, head group, codec and level: of a raw segment just the layer.
+    table = _words(len(spec.sizes)).unpack_from(head, HEADER_BYTES)
+    if table[::5] != spec.offsets or table[1::5] != spec.sizes or table[2::5] != spec.sizes:
+        return None
+    if table[4::5] != _layers(len(spec.sizes)):
+        return None
+    return list(table[3::5])
+
+
+@functools.lru_cache(maxsize=16)
+def _words(entries: int) -> struct.Struct:
+    return struct.Struct(f"<{5 * entries}Q")
+
+
+@functools.lru_cache(maxsize=16)
+def _layers(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
 
 
 class NeedMore(CorruptRecord):

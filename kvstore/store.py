@@ -13,14 +13,12 @@ miss. For those who have one prompt and want no machinery there are `put_many`, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from . import asks
@@ -29,16 +27,16 @@ from .buffers import Buffer
 from .completion import Completion
 from .config import Config, load_config
 from .errors import ConfigError, TransientError
-from .flights import Flight
 from .keys import Key, KeyContext, opaque_key
-from .layout import KVLayout
+from .layout import KVLayout, canonical_dtype
 from .machinery import Machinery, close_dropped
 from .record import KIND_OPAQUE, Header, opaque_spec
 from .scheduler import Priority, seconds_left
-from .targets import Item, Want, flat_bytes
+from .targets import Item, Progress, Want, flat_bytes
+from .wants import check_apart, check_keys, check_once, prepare, segments_of
 from .writes import Put
 
-__all__ = ["Item", "Priority", "Store", "Want", "open_store"]
+__all__ = ["Item", "Priority", "Progress", "Store", "Want", "open_store"]
 
 logger = logging.getLogger("kvstore.store")
 
@@ -86,8 +84,18 @@ class Store:
             deadline: absolute `time.monotonic()` seconds; None means now + `lookup_timeout`.
         """
 
-        _check_keys(keys)
+        check_keys(keys)
         batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, _prefix, "lookup")
+        self._machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
+        return batch.completion
+
+    def submit_stat(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
+        """Which records are stored, each for itself: OK with their stored bytes, MISS, or ERROR if it is not known.
+
+        Like a lookup it is a promise about names, not about bytes.
+        """
+        check_keys(keys)
+        batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, self._finish, "lookup")
         self._machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
         return batch.completion
 
@@ -98,20 +106,23 @@ class Store:
         the bytes that were stored. On anything else its content is undefined.
 
         Bytes are copied once, from the backend into `dst`, if the record is stored raw; encoded ones are decoded from
-        a staging buffer of the pool. Until the completion is settled, `dst` belongs to the store. Destinations must not
-        overlap: each want is verified for itself, so what one read brings could spoil what another one was told is OK.
-        A full check would cost too much here; only one and the same `dst` given twice is refused.
+        a staging buffer of the pool. With a lossy codec "exactly the bytes" are those that the wanted level decodes to;
+        a store of another codec never gets them (a miss, counted as `wrong_codec`). Until the completion is settled,
+        `dst` belongs to the store. Destinations must not overlap: each want is verified for itself, so what one read
+        brings could spoil what another one was told is OK. A full check would cost too much here; only one and the same
+        `dst` given twice is refused.
 
         Args:
             deadline: absolute `time.monotonic()` seconds; None means now + `blocking_timeout`.
 
         Raises:
-            ConfigError: a destination is not writable, not contiguous, not as long as the spec says, or given twice.
+            ConfigError: a destination is not writable, not contiguous, not as long as the spec says, or given twice;
+                a `progress` that is in use, or belongs to something else.
             ClosedError: the store is closed.
         """
-        flights = [_prepare(want) for want in wants]
+        flights = [prepare(want) for want in wants]
         if len({id(want.dst) for want in wants}) < len(wants):
-            _check_once(wants)
+            check_once(wants)
         batch = self._machinery.batch(len(flights), deadline, self.config.blocking_timeout, self._finish, "get")
         self._machinery.reader.submit(batch, flights, priority)
         return batch.completion
@@ -137,7 +148,7 @@ class Store:
     def _put(
         self, items: Sequence[Item], priority: Priority, deadline: float | None, *, wait: bool
     ) -> Completion[Sequence[Outcome]]:
-        puts = [Put(item, _segments(item)) for item in items]
+        puts = [Put(item, segments_of(item)) for item in items]
         batch = self._machinery.batch(len(puts), deadline, self.config.put_timeout, self._finish, "put")
         self._machinery.writer.submit(batch, puts, priority, wait=wait)
         return batch.completion
@@ -151,7 +162,7 @@ class Store:
         and segments are verified; damaged records are quarantined, as by a get. Encoded records are not leased. The
         caller releases each buffer.
         """
-        _check_keys(keys)
+        check_keys(keys)
         asker = self._machinery.asker
         batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
         asker.submit(batch, keys, asker.lease, "lease", first_hit=True)
@@ -159,7 +170,7 @@ class Store:
 
     def submit_delete(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
         """Remove records from every replica: OK if any had it, MISS if none."""
-        _check_keys(keys)
+        check_keys(keys)
         batch = self._machinery.batch(len(keys), deadline, self.config.put_timeout, self._finish, "delete")
         self._machinery.asker.submit(batch, keys, asks.delete, "delete", first_hit=False)
         return batch.completion
@@ -168,7 +179,7 @@ class Store:
         self, keys: Sequence[Key], *, deadline: float | None = None
     ) -> Completion[Sequence[Header | None]]:
         """The verified headers (shape, codec, meta) of records; None for those that are missing or damaged."""
-        _check_keys(keys)
+        check_keys(keys)
         asker = self._machinery.asker
         batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get")
         asker.submit(batch, keys, asker.heads, "get", first_hit=True)
@@ -265,7 +276,7 @@ class Store:
         wanted = [index for index, buffer in enumerate(buffers) if buffer is not None]
         flats = [flat_bytes(buffers[index], writable=True) for index in wanted]
         if into is not None:
-            _check_apart(flats)
+            check_apart(flats)
         wants = [Want(keys[index], flat, opaque_spec(len(flat))) for index, flat in zip(wanted, flats, strict=True)]
         done = self.submit_get(wants, deadline=deadline)
         results: Any = [None] * len(names)
@@ -286,8 +297,19 @@ class Store:
         return self.submit_delete(self._keys(names), deadline=deadline).result()
 
     def key_context(self, *, model: str, layout: KVLayout, dtype: str, **fields: Any) -> KeyContext:
-        """A `KeyContext` with the namespace and the codec of this store's configuration."""
-        own = {"namespace": self.config.namespace, "codec": self.config.remote_serde}
+        """A `KeyContext` with the namespace, the codec and the id of its profile of this store's configuration.
+
+        Raises:
+            ConfigError: a field that makes no sense; or the codec's profile is for another layout or dtype.
+        """
+        profile = self._machinery.codec.profile
+        if profile is not None:
+            profile.check_layout(layout, canonical_dtype(dtype))
+        own = {
+            "namespace": self.config.namespace,
+            "codec": self.config.remote_serde,
+            "codec_profile": None if profile is None else profile.id,
+        }
         return KeyContext(model=model, layout=layout, dtype=dtype, **{**own, **fields})
 
     # Life.
@@ -346,21 +368,6 @@ def _pairs(items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> Sequence[tup
     return pairs
 
 
-def _not_a_key(value: object) -> ConfigError:
-    return ConfigError(
-        f"a record is named by a Key (kvstore.chunk_keys, kvstore.opaque_key), not by {type(value).__name__}"
-    )
-
-
-def _check_keys(keys: object) -> None:
-    """Raises `ConfigError` for anything but a sequence of keys, before any backend sees it."""
-    if isinstance(keys, str | bytes) or not isinstance(keys, Sequence):
-        raise ConfigError(f"a list of keys is needed, not {type(keys).__name__}")
-    for key in keys:
-        if key.__class__ is not Key:
-            raise _not_a_key(key)
-
-
 def _seconds(timeout: float | None, default: float) -> float:
     """A timeout in seconds. Raises `ConfigError` if it is not a number."""
     if timeout is None:
@@ -368,72 +375,6 @@ def _seconds(timeout: float | None, default: float) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout):
         raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
     return float(timeout)
-
-
-def _prepare(want: Want) -> Flight:
-    """A want, checked against its spec."""
-    if want.__class__ is not Want:
-        raise ConfigError(f"a Want is needed, not {type(want).__name__}")
-    flight = _flight_of(want)
-    if want.memo is not None:
-        flight.memo = want.memo
-    return flight
-
-
-def _flight_of(want: Want) -> Flight:
-    key, dst, spec, first, count, hold, _ = want
-    if key.__class__ is not Key:
-        raise _not_a_key(key)
-    total = len(spec.sizes)
-    if count is None:
-        count = total - first
-    if first < 0 or count < 1 or first + count > total:
-        raise ConfigError(f"segments {first}..{first + count - 1} asked for, but the record has {total}")
-    if isinstance(dst, list | tuple):
-        views = [flat_bytes(view, writable=True)[:] for view in dst]
-        sizes = spec.sizes[first : first + count]
-        if len(views) != count or any(len(view) != size for view, size in zip(views, sizes, strict=True)):
-            raise ConfigError(
-                f"{len(views)} destinations of {list(map(len, views))[:4]}… bytes do not fit {count} segments"
-            )
-        return Flight(key, spec, first, views, views[0] if count == 1 else None, sum(sizes), hold)
-    # A view of our own: the caller may release his after a cancel.
-    flat = flat_bytes(dst, writable=True)[:]
-    nbytes = len(flat)
-    if total == 1 and nbytes == spec.raw_bytes:
-        return Flight(key, spec, 0, (flat,), flat, nbytes, hold)
-    return Flight(key, spec, first, spec.split(flat, first, count), flat, nbytes, hold)
-
-
-def _segments(item: Item) -> Sequence[memoryview]:
-    if item.__class__ is not Item:
-        raise ConfigError(f"an Item is needed, not {type(item).__name__}")
-    if item.key.__class__ is not Key:
-        raise _not_a_key(item.key)
-    views = [flat_bytes(segment, writable=False) for segment in item.segments]
-    if tuple(map(len, views)) != item.spec.sizes:
-        raise ConfigError(
-            f"{len(views)} segments of {list(map(len, views))[:4]}… bytes do not fit the spec"
-            f" ({len(item.spec.sizes)} of {list(item.spec.sizes[:4])}…)"
-        )
-    return views
-
-
-def _check_apart(views: Sequence[memoryview]) -> None:
-    """Raises `ConfigError` if two destinations overlap: what one read brings the other would spoil."""
-    spans = sorted((ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view))
-    for (begin, nbytes), (following, _) in pairwise(spans):
-        if begin + nbytes > following:
-            raise ConfigError("buffers to read into overlap")
-
-
-def _check_once(wants: Sequence[Want]) -> None:
-    """Raises `ConfigError` if one object is the destination of two wants that are not the same."""
-    seen: dict[int, Want] = {}
-    for want in wants:
-        other = seen.setdefault(id(want.dst), want)
-        if len(want.dst) and (other.key, other.first, other.spec) != (want.key, want.first, want.spec):
-            raise ConfigError("one destination is given for two different wants; destinations must not overlap")
 
 
 def _rooms_for(heads: Sequence[Header | None]) -> list[bytearray | None]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .backend import Backend, Capability, Limits, Outcome
 from .buffers import Buffer
 from .errors import ConfigError, KVStoreError, PermanentError, TransientError
 from .eviction import RecordInfo
 from .keys import Key
-from .record import RecordSpec
+from .record import Header, RecordSpec
 from .scheduler import LaneGroup
 from .wrappers.base import map_error
 
-__all__ = ["Counters", "Item", "Target", "Want", "attempt", "flat_bytes", "pin_all"]
+if TYPE_CHECKING:
+    from .codec.base import Decoder
+
+__all__ = ["Counters", "HeadMemo", "Item", "Pinned", "Progress", "Target", "Want", "attempt", "flat_bytes", "pin_all"]
 
 logger = logging.getLogger("kvstore.targets")
 
@@ -28,12 +32,120 @@ class HeadMemo:
 
     Attributes:
         checksums: of all segments, if the record is stored raw and its header was verified; else None.
+        header: the header, if the record is encoded.
     """
 
-    __slots__ = ("checksums",)
+    __slots__ = ("checksums", "header")
 
     def __init__(self) -> None:
         self.checksums: list[int] | None = None
+        self.header: Header | None = None
+
+    def forget(self) -> None:
+        """What was learned led to trouble."""
+        self.checksums = self.header = None
+
+
+class Pinned(Protocol):
+    """What a read holds while it is under way."""
+
+    def pin(self) -> object: ...
+
+    def unpin(self) -> object: ...
+
+
+class Progress:
+    """How far one reader has decoded some layers of one record, level by level. Made empty by the reader, one for each
+    (record, run of layers, destination); filled by the store. A later want with the same progress, the same
+    destination and a higher level fetches only the levels that are missing, and refines the destination in place,
+    which must be as the store left it.
+
+    It holds what refining needs, at most about half of the raw bytes, until all levels are there. One want at a time:
+    the next may be submitted when the one before is settled (`Completion.settled`).
+
+    Attributes:
+        level: levels 0 to this one are in the destination, of every layer as far as it has them; None: nothing is, or
+            what is there is undefined. After a want that failed the destination still holds this level, at least.
+        complete: no more levels are stored than are in the destination.
+        fetched_bytes: stored bytes that were fetched for it, headers included.
+    """
+
+    __slots__ = (
+        "_busy",
+        "_hold",
+        "_lock",
+        "_wanted",
+        "complete",
+        "decoders",
+        "fetched_bytes",
+        "have",
+        "header",
+        "level",
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy = False
+        self._hold: Buffer | None = None
+        self._wanted: tuple[object, ...] | None = None
+        self.fetched_bytes = 0
+        self.header: Header | None = None  # of the record, once it is known
+        self.have: list[int] = []  # levels of each layer that are decoded
+        self.decoders: list[Decoder | None] = []  # of each layer, while there is more to come
+        self.level: int | None = None
+        self.complete = False
+
+    def claim(self, wanted: tuple[object, ...], hold: Buffer | None) -> None:
+        """A want is about to be submitted. `wanted`: what must be the same each time.
+
+        Raises:
+            ConfigError: it is used for something else, or by a read that is under way.
+        """
+        with self._lock:
+            if self._busy:
+                raise ConfigError("a progress is for one read at a time; wait until the one before is settled")
+            if self._wanted is not None and self._wanted != wanted:
+                raise ConfigError("a progress belongs to one record, one run of layers and one destination")
+            self._wanted, self._hold = wanted, hold
+
+    def pin(self) -> None:
+        """A read begins. Raises `ClosedError` if the destination's buffer was released, `ConfigError` if another read
+        is under way."""
+        with self._lock:
+            if self._busy:
+                raise ConfigError("a progress is for one read at a time; wait until the one before is settled")
+            if self._hold is not None:
+                self._hold.pin()
+            self._busy = True
+
+    def unpin(self) -> None:
+        """It has ended."""
+        with self._lock:
+            self._busy, hold = False, self._hold
+        if hold is not None:
+            hold.unpin()
+
+    def begin(self, header: Header, layers: int) -> None:
+        """The record's header is known; nothing of it is decoded."""
+        self.header = header
+        self.have, self.decoders = [0] * layers, [None] * layers
+
+    def forget(self) -> None:
+        """What was decoded is undefined."""
+        self.header = self.level = None
+        self.have, self.decoders = [], []
+        self.complete = False
+
+    def count(self, parts: Sequence[Sequence[object]]) -> None:
+        """Set `level`, and let go of decoders that are done. `parts`: of each layer all its levels."""
+        missing = [have for have, levels in zip(self.have, parts, strict=True) if have < len(levels)]
+        self.level = min(missing, default=max(map(len, parts), default=1)) - 1
+        if self.level < 0:
+            self.level = None
+        self.complete = not missing
+        for index, levels in enumerate(parts):
+            if self.have[index] == len(levels):
+                self.decoders[index] = None
 
 
 class Want(NamedTuple):
@@ -48,6 +160,9 @@ class Want(NamedTuple):
         num_segments: how many; None means all from `first` on.
         hold: pool buffer that `dst` lies in. It is pinned while I/O runs, so it may be released at any time.
         memo: given by those who read one record in several wants: one for all of them.
+        level: how much precision of an encoded record is wanted: levels 0 to this one, fewer if it has fewer; None:
+            the option `codec_level`, which is all unless it says otherwise.
+        progress: given by those who read coarse levels first and refine them later, in place.
     """
 
     key: Key
@@ -57,6 +172,8 @@ class Want(NamedTuple):
     num_segments: int | None = None
     hold: Buffer | None = None
     memo: HeadMemo | None = None
+    level: int | None = None
+    progress: Progress | None = None
 
 
 class Item(NamedTuple):
@@ -97,9 +214,9 @@ def flat_bytes(view: object, *, writable: bool) -> memoryview:
     return flat
 
 
-def pin_all(holds: Sequence[Buffer]) -> None:
+def pin_all(holds: Sequence[Pinned]) -> None:
     """Pin buffers, all of them or none. Raises `ClosedError` if one was released."""
-    pinned: list[Buffer] = []
+    pinned: list[Pinned] = []
     try:
         for hold in holds:
             hold.pin()

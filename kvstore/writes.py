@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from .backend import EXISTS, Outcome, Status, Write
 from .buffers import Buffer
-from .codec.base import Codec
-from .errors import ClosedError, KVStoreError, PermanentError, TransientError
+from .codec.base import Codec, Encoded, SegmentInfo
+from .errors import ClosedError, ConfigError, KVStoreError, PermanentError, TransientError
 from .keys import Key
-from .layout import dtype_itemsize
+from .layout import canonical_dtype, dtype_itemsize
 from .placement import Placement
 from .plan import group
 from .record import build_record
@@ -28,6 +28,7 @@ __all__ = ["Put", "Writer"]
 
 logger = logging.getLogger("kvstore.writes")
 
+_MAX_POSITION = (1 << 31) - 1
 _RANK = {Status.OK: 3, Status.EXISTS: 2, Status.ERROR: 1, Status.MISS: 0}
 
 
@@ -70,18 +71,19 @@ class Put:
             return self.views
 
     def _build(self, codec: Codec | None) -> list[memoryview]:
-        item = self.item
+        item, spec = self.item, self.item.spec
         if codec is None:
-            return build_record(item.key, item.spec, self.segments, meta=item.meta)
-        itemsize = _itemsize(item)
-        encoded = [codec.encode(segment, itemsize=itemsize) for segment in self.segments]
-        return build_record(
-            item.key,
-            item.spec,
-            [each.data for each in encoded],
-            meta=item.meta,
-            codecs=[(each.codec, each.level) for each in encoded],
-        )
+            return build_record(item.key, spec, self.segments, meta=item.meta)
+        about = _about(item, lossless=codec.lossless)
+        coarse: list[Encoded] = []
+        refinements: list[tuple[int, int, memoryview]] = []
+        for layer, segment in enumerate(self.segments):
+            first, *finer = codec.encode(segment, about._replace(layer=layer))
+            coarse.append(first)
+            refinements += [(layer, each.level, each.data) for each in finer]
+        numbers = [each.codec for each in coarse]
+        views = [each.data for each in coarse]
+        return build_record(item.key, spec, views, meta=item.meta, codecs=numbers, refinements=refinements)
 
     def rank(self, outcome: Outcome) -> None:
         """Keep the best outcome over the replicas: stored anywhere is stored."""
@@ -441,7 +443,39 @@ def _untold(target: Target) -> Outcome:
     return Outcome.failed(PermanentError("the backend gave no outcome", backend=target.name, operation="put"))
 
 
-def _itemsize(item: Item) -> int:
-    """Bytes per element, for codecs that work on byte planes; 1 if the record does not say its dtype."""
-    dtype = item.meta.get("dtype")
-    return dtype_itemsize(dtype) if isinstance(dtype, str) else 1
+def _about(item: Item, *, lossless: bool) -> SegmentInfo:
+    """What a codec is told of an item's segments: what its spec says, and of the meta the names `tokens`, `rope` and
+    `positions`. Raises `ConfigError` if these contradict each other."""
+    spec, meta = item.spec, item.meta
+    dtype = meta.get("dtype") if spec.dtype is None else spec.dtype
+    itemsize = dtype_itemsize(dtype) if isinstance(dtype, str) else 1
+    if spec.layout is None or lossless:
+        return SegmentInfo(itemsize)
+    if isinstance(meta.get("dtype"), str) and canonical_dtype(meta["dtype"]) != spec.dtype:
+        raise ConfigError(f"the spec is of {spec.dtype}, but meta says dtype {meta['dtype']!r}")
+    rope = meta.get("rope")
+    if rope not in (None, "applied", "none"):
+        raise ConfigError(f"meta rope={rope!r} is not known; use 'applied', or 'none' for K before the rotation")
+    start, positions = None, None
+    span = meta.get("tokens")
+    if span is not None:
+        start, end = _span(span)
+        if (packed := meta.get("positions")) is not None:
+            from .dropping import unpack_positions
+
+            positions = unpack_positions(packed, start, end)
+        held = end - start if positions is None else len(positions)
+        if held != spec.tokens:
+            what = "tokens" if positions is None else "tokens and positions"
+            raise ConfigError(f"meta {what} say that the record holds {held} tokens, but its spec says {spec.tokens}")
+    elif meta.get("positions") is not None:
+        raise ConfigError("meta positions needs meta tokens, [begin, end], which it is a map of")
+    return SegmentInfo(itemsize, 0, spec.layout, spec.dtype, spec.tokens, start, positions, rope)
+
+
+def _span(tokens: object) -> tuple[int, int]:
+    if isinstance(tokens, list | tuple) and len(tokens) == 2 and all(type(each) is int for each in tokens):
+        begin, end = tokens
+        if 0 <= begin <= end <= _MAX_POSITION:
+            return begin, end
+    raise ConfigError(f"meta tokens={tokens!r:.60} is not [begin, end], positions in the prompt")

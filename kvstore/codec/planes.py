@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from kvstore.errors import ConfigError, CorruptRecord
 
-from .base import RAW, Codec, Encoded
+from .base import Codec, Encoded, SegmentInfo, only_part, stored_raw
 
 __all__ = ["Pack", "PlaneCodec"]
 
@@ -79,32 +79,32 @@ class PlaneCodec(Codec):
             CorruptRecord: `data` is not a packed plane, or something follows it. (Its length is checked by the caller.)
         """
 
-    def encode(self, raw: memoryview, *, itemsize: int) -> Encoded:
+    def encode(self, raw: memoryview, about: SegmentInfo) -> Sequence[Encoded]:
         """Encode one segment.
 
         Args:
             raw: flat, contiguous bytes; not modified; may be read-only, of any length and content.
-            itemsize: bytes per element: 1, 2, 4 or 8.
+            about: only its itemsize is looked at: 1, 2, 4 or 8.
 
         Returns:
-            What to store; `raw` itself, as codec `RAW`, if less than 1/32 would be saved.
+            What to store, in one level; `raw` itself, as codec `RAW`, if less than 1/32 would be saved.
 
         Raises:
             ConfigError: another itemsize.
         """
+        itemsize = about.itemsize
         word = _WORD_TYPES.get(itemsize)
         if word is None:
             raise ConfigError(f"itemsize {itemsize!r} is not supported; use 1, 2, 4 or 8 bytes per element")
         size = len(raw)
-        as_it_is = Encoded(RAW, 0, raw)
         if size < _MIN_SEGMENT:
-            return as_it_is
+            return stored_raw(raw)
         source: Bytes = np.frombuffer(raw, np.uint8)
         tail = size % itemsize
         words: Words = source[: size - tail].view(word)
         packs = self._choose_all(words, itemsize)
         if not any(packs):
-            return as_it_is
+            return stored_raw(raw)
         block = _block_elements(len(words))
         packed = [self._pack_plane(words, plane, pack, block) for plane, pack in enumerate(packs)]
         lengths: list[int] = []
@@ -115,7 +115,7 @@ class PlaneCodec(Codec):
         at = _HEAD.size + 4 * len(lengths)
         total = at + sum(lengths) + tail
         if total > size - size // _MIN_GAIN:
-            return as_it_is
+            return stored_raw(raw)
         out: Bytes = np.empty(total, np.uint8)
         view = out.data
         flags = (0 if piece is None else _PACKED for pieces in packed for piece in pieces)
@@ -134,7 +134,7 @@ class PlaneCodec(Codec):
                     view[at : at + length] = piece
                 at += length
         view[at:] = raw[size - tail :]
-        return Encoded(self.number, 0, view)
+        return (Encoded(self.number, 0, view),)
 
     def _choose_all(self, words: Words, itemsize: int) -> list[Pack | None]:
         """One decision per plane, from the same two slices of the segment (of K and of V, if it is a KV segment)."""
@@ -168,17 +168,18 @@ class PlaneCodec(Codec):
                 pieces.append(piece if len(piece) < len(some) - len(some) // _MIN_GAIN else None)
         return pieces
 
-    def decode_into(self, data: memoryview, dst: memoryview) -> None:
+    def decode_into(self, parts: Sequence[memoryview], dst: memoryview) -> None:
         """Decode a segment into `dst`, filling it exactly.
 
         Args:
-            data: flat bytes, read only.
+            parts: one view of flat bytes, read only.
             dst: flat, writable bytes, as long as the raw segment.
 
         Raises:
-            CorruptRecord: `data` is not a segment of this codec, is cut or too long, or has another raw length.
+            CorruptRecord: the bytes are not a segment of this codec, are cut or too long, or have another raw length.
                 `dst` is then undefined. Costs no more memory and time than a good segment of these lengths.
         """
+        data = only_part(parts, self.name)
         itemsize, block, table = self._parse(data, len(dst))
         tail = len(dst) % itemsize
         target: Bytes = np.frombuffer(dst, np.uint8)

@@ -320,7 +320,8 @@ class Allotment(Mailbox):
         for (prefix, number), buffer in zip(part.pairs, buffers, strict=True):
             chunk = state.plan.prefixes[prefix][number]
             memo = state.memos[prefix, number]
-            wants.append(Want(chunk.key, buffer.view, chunk.spec, part.first, part.count, buffer, memo))
+            level = state.plan.level
+            wants.append(Want(chunk.key, buffer.view, chunk.spec, part.first, part.count, buffer, memo, level))
         now = time.monotonic()
         until = state.deadline if state.started else now + self._store.config.blocking_timeout
         try:

@@ -41,6 +41,7 @@ class LayerPlan:
         priority: PREFETCH gives way to every other stream.
         compute_s: seconds that computing one layer is expected to take (T_pref · L_new / L), None if unknown. With it
             no more is loaded ahead than loading could be short of by the end; see `read_buffer_bytes`.
+        level: highest level of encoded records that is wanted; None: the store's option `codec_level`.
         split: a layer that is larger than the prefetcher's budget comes in several parts, which `LayerStream.parts`
             gives one by one. Otherwise such a layer is loaded whole, alone.
 
@@ -53,6 +54,7 @@ class LayerPlan:
     priority: Priority = Priority.DEMAND
     compute_s: float | None = None
     split: bool = False
+    level: int | None = None
 
     def __post_init__(self) -> None:
         counts = {len(chunk.spec.sizes) for prefix in self.prefixes for chunk in prefix}
@@ -70,18 +72,19 @@ class LayerPlan:
     def of(
         cls, keys: Sequence[Key], spec: RecordSpec, *, deadline: float | None = None,
         priority: Priority = Priority.DEMAND, compute_s: float | None = None, split: bool = False,
+        level: int | None = None,
     ) -> LayerPlan:  # fmt: skip
         """The plan of one prompt whose chunks all have the same shape."""
-        return cls(([Chunk(key, spec) for key in keys],), deadline, priority, compute_s, split)
+        return cls(([Chunk(key, spec) for key in keys],), deadline, priority, compute_s, split, level)
 
     @property
     def num_layers(self) -> int:
         return next(len(chunk.spec.sizes) for prefix in self.prefixes for chunk in prefix)
 
     @property
-    def name(self) -> tuple[tuple[tuple[Key, int], ...], ...]:
-        """Equal for two plans over the same records."""
-        return tuple(tuple((chunk.key, chunk.spec.nbytes) for chunk in prefix) for prefix in self.prefixes)
+    def name(self) -> tuple[int | None, tuple[tuple[tuple[Key, int], ...], ...]]:
+        """Equal for two plans over the same level of the same records."""
+        return self.level, tuple(tuple((chunk.key, chunk.spec.nbytes) for chunk in prefix) for prefix in self.prefixes)
 
     def layer_bytes(self, layer: int) -> int:
         """Raw bytes of one layer over all chunks."""

@@ -3,6 +3,9 @@
     from kvstore.testing import BackendSuite            # needs pytest
     class TestMine(BackendSuite): ...
 
+    from kvstore.testing import CodecSuite              # needs pytest
+    class TestMyCodec(CodecSuite): ...
+
     from kvstore.testing import backend_state_machine   # needs hypothesis
     TestMineStateful = backend_state_machine(lambda path: MyBackend(path)).TestCase
 
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .audit import LeakAudit
+    from .codecs import CodecSuite
     from .fault import Call, Fault
     from .faulty import FaultyBackend
     from .forwarding import assert_forwards_everything
@@ -31,6 +35,7 @@ __all__ = [
     "BackendStateMachine",
     "BackendSuite",
     "Call",
+    "CodecSuite",
     "DictBackend",
     "Fault",
     "FaultyBackend",
@@ -44,6 +49,7 @@ _HOME = {
     "BackendStateMachine": "stateful",
     "BackendSuite": "suite",
     "Call": "fault",
+    "CodecSuite": "codecs",
     "DictBackend": "reference",
     "Fault": "fault",
     "FaultyBackend": "faulty",
@@ -52,14 +58,14 @@ _HOME = {
     "assert_forwards_everything": "forwarding",
     "backend_state_machine": "stateful",
 }
-_REWRITTEN = ("suite", "suite_base", "suite_data", "suite_life", "stateful")
+_REWRITTEN = ("codecs", "suite", "suite_base", "suite_data", "suite_life", "stateful")
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home in ("suite", "stateful") and (pytest := sys.modules.get("pytest")) is not None:
+    if home in ("codecs", "suite", "stateful") and (pytest := sys.modules.get("pytest")) is not None:
         # pytest explains a failed `assert` only in modules it was told of before they are imported.
         names = (f"{__name__}.{module}" for module in _REWRITTEN)
         pytest.register_assert_rewrite(*(name for name in names if name not in sys.modules))

@@ -17,10 +17,11 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codec import CODEC_NAMES, codec_by_name, codec_by_number
-from kvstore.codec.base import RAW, Codec, Encoded
+from kvstore.codec import CODEC_NAMES, LOSSY, codec_by_name, codec_by_number
+from kvstore.codec.base import RAW, Codec, Encoded, SegmentInfo
 from kvstore.errors import ConfigError, CorruptRecord
 
+LOSSLESS = ("raw", "lz4", "shuffle-zstd")
 PACKING = ("lz4", "shuffle-zstd")
 ITEMSIZES = (1, 2, 4, 8)
 HEAD = struct.Struct("<BBHIQ")
@@ -40,11 +41,17 @@ def kv_like(nbytes: int, dtype: str = "bfloat16", seed: int = 0) -> bytes:
     return values.astype("<f2" if dtype == "float16" else "<f4").tobytes()[:nbytes]
 
 
+def encode(codec: Codec, raw: bytes | memoryview, *, itemsize: int) -> Encoded:
+    """The one level of a segment."""
+    (encoded,) = codec.encode(raw if isinstance(raw, memoryview) else memoryview(raw), SegmentInfo(itemsize=itemsize))
+    return encoded
+
+
 def decode(encoded: Encoded, nbytes: int, *, offset: int = 0) -> bytes:
     """Decode into the middle of a larger buffer, `offset` bytes off its alignment; what is around must not change."""
     room = bytearray(b"\xa5" * (nbytes + 64))
     view = memoryview(room)[16 + offset : 16 + offset + nbytes]
-    codec_by_number(encoded.codec).decode_into(encoded.data, view)
+    codec_by_number(encoded.codec).decode_into((encoded.data,), view)
     assert room[: 16 + offset] == b"\xa5" * (16 + offset)
     assert set(room[16 + offset + nbytes :]) == {0xA5}
     return bytes(view)
@@ -85,8 +92,9 @@ def segment(payload: bytes, *, nbytes: int, packed: bool = True, itemsize: int =
 
 
 def test_registry_knows_each_codec_by_name_and_number() -> None:
-    assert CODEC_NAMES == ("raw", "lz4", "shuffle-zstd")
-    for number, name in enumerate(CODEC_NAMES):
+    assert (*LOSSLESS, "int8", "fp8", "cachegen", "kvt") == CODEC_NAMES
+    assert frozenset({3, 4, 5, 6}) == LOSSY
+    for number, name in enumerate(LOSSLESS):
         codec = codec_by_name(name)
         assert (codec.name, codec.number, codec.lossless) == (name, number, True)
         assert codec_by_number(number) is codec
@@ -95,11 +103,18 @@ def test_registry_knows_each_codec_by_name_and_number() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'cachegen'; known codecs: raw, lz4, shuffle-zstd, none"):
-        codec_by_name("cachegen")
+    known = "raw, lz4, shuffle-zstd, int8, fp8, cachegen, kvt, none"
+    with pytest.raises(ConfigError, match=f"'zip'; known codecs: {known}"):
+        codec_by_name("zip")
 
 
-@pytest.mark.parametrize("number", [3, 255, -1])
+@pytest.mark.parametrize("name", ["cachegen", "kvt"])
+def test_a_codec_that_needs_a_profile_says_how_to_make_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"codec_profile.*kvstore-codec profile --codec {name} --model"):
+        codec_by_name(name)
+
+
+@pytest.mark.parametrize("number", [7, 255, -1])
 def test_unknown_number_is_a_corrupt_record(number: int) -> None:
     with pytest.raises(CorruptRecord, match=str(number)):
         codec_by_number(number)
@@ -134,7 +149,7 @@ kv_bytes = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", LOSSLESS)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(raw=st.one_of(structured, kv_bytes), itemsize=st.sampled_from(ITEMSIZES), offset=st.integers(0, 7))
 @example(raw=b"", itemsize=2, offset=0)
@@ -144,7 +159,7 @@ kv_bytes = st.builds(
 def test_any_bytes_come_back(name: str, raw: bytes, itemsize: int, offset: int) -> None:
     codec = codec_by_name(name)
     backing = bytes(offset) + raw  # read-only, and perhaps not aligned
-    encoded = codec.encode(memoryview(backing)[offset:], itemsize=itemsize)
+    encoded = encode(codec, memoryview(backing)[offset:], itemsize=itemsize)
     assert encoded.codec in (codec.number, RAW)
     assert encoded.level == 0
     assert (encoded.data.format, encoded.data.ndim, encoded.data.itemsize) == ("B", 1, 1)
@@ -164,27 +179,27 @@ def test_segments_of_many_blocks_and_steps(name: str, itemsize: int, nbytes: int
     raw[: nbytes // 8] = bytes(nbytes // 8)
     raw[-nbytes // 5 :] = np.random.default_rng(1).bytes(len(raw[-nbytes // 5 :]))
     codec = codec_by_name(name)
-    encoded = codec.encode(memoryview(raw), itemsize=itemsize)
+    encoded = encode(codec, raw, itemsize=itemsize)
     assert decode(encoded, nbytes) == raw
     if encoded.codec != RAW:
         assert reference_decode(codec, bytes(encoded.data), nbytes) == raw
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_every_bit_pattern_of_bf16(name: str) -> None:
     every = np.arange(1 << 16, dtype="<u2").tobytes()  # NaN payloads, infinities, subnormals, both zeros
-    encoded = codec_by_name(name).encode(memoryview(every), itemsize=2)
+    encoded = encode(codec_by_name(name), every, itemsize=2)
     assert decode(encoded, len(every)) == every
 
 
-@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_the_input_is_left_alone_and_the_output_repeats(name: str) -> None:
     raw = bytearray(kv_like(100_000))
     before = bytes(raw)
     codec = codec_by_name(name)
-    first = bytes(codec.encode(memoryview(raw), itemsize=2).data)
+    first = bytes(encode(codec, raw, itemsize=2).data)
     assert raw == before
-    assert bytes(codec.encode(memoryview(raw), itemsize=2).data) == first
+    assert bytes(encode(codec, raw, itemsize=2).data) == first
 
 
 PINNED = {  # 600 bytes: element i is 7·i mod 5 + 256·(i mod 3), little-endian; written down once, read for ever
@@ -203,7 +218,7 @@ def test_stored_segments_stay_readable(name: str) -> None:
     i = np.arange(300)
     raw = (7 * i % 5 + 256 * (i % 3)).astype("<u2").tobytes()
     out = bytearray(len(raw))
-    codec_by_name(name).decode_into(memoryview(bytes.fromhex(PINNED[name])), memoryview(out))
+    codec_by_name(name).decode_into((memoryview(bytes.fromhex(PINNED[name])),), memoryview(out))
     assert out == raw
 
 
@@ -212,7 +227,7 @@ def test_stored_segments_stay_readable(name: str) -> None:
 
 def test_kv_shrinks() -> None:
     raw = kv_like(2 * 98304)
-    sizes = {name: len(codec_by_name(name).encode(memoryview(raw), itemsize=2).data) for name in CODEC_NAMES}
+    sizes = {name: len(encode(codec_by_name(name), raw, itemsize=2).data) for name in LOSSLESS}
     assert sizes["raw"] == len(raw)
     assert len(raw) / sizes["shuffle-zstd"] >= 1.40
     assert len(raw) / sizes["lz4"] >= 1.10
@@ -223,14 +238,14 @@ def test_kv_shrinks() -> None:
 )
 def test_other_dtypes_shrink_too(dtype: str, itemsize: int, least: float) -> None:
     raw = kv_like(200_000, dtype)
-    encoded = codec_by_name("shuffle-zstd").encode(memoryview(raw), itemsize=itemsize)
+    encoded = encode(codec_by_name("shuffle-zstd"), raw, itemsize=itemsize)
     assert len(raw) / len(encoded.data) >= least
     assert decode(encoded, len(raw)) == raw
 
 
 def test_fp32_that_was_bf16_loses_its_empty_planes() -> None:
     raw = np.frombuffer(kv_like(100_000), "<u2").astype("<u4") << 16
-    encoded = codec_by_name("shuffle-zstd").encode(raw.data.cast("B"), itemsize=4)
+    encoded = encode(codec_by_name("shuffle-zstd"), raw.data.cast("B"), itemsize=4)
     assert raw.nbytes / len(encoded.data) >= 2.7
     assert decode(encoded, raw.nbytes) == raw.tobytes()
 
@@ -241,8 +256,8 @@ def test_k_and_v_do_not_share_statistics() -> None:
     raw = np.concatenate([wide, v])
     raw = (raw >> 16).astype("<u2")
     codec = codec_by_name("shuffle-zstd")
-    together = len(codec.encode(raw.data.cast("B"), itemsize=2).data)
-    apart = sum(len(codec.encode(part.copy().data.cast("B"), itemsize=2).data) for part in np.split(raw, 2))
+    together = len(encode(codec, raw.data.cast("B"), itemsize=2).data)
+    apart = sum(len(encode(codec, part.copy().data.cast("B"), itemsize=2).data) for part in np.split(raw, 2))
     assert together <= apart * 1.001
 
 
@@ -250,7 +265,7 @@ def test_k_and_v_do_not_share_statistics() -> None:
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 def test_noise_passes_through_without_a_copy(name: str, itemsize: int) -> None:
     raw = memoryview(np.random.default_rng(7).bytes(200_001))
-    encoded = codec_by_name(name).encode(raw, itemsize=itemsize)
+    encoded = encode(codec_by_name(name), raw, itemsize=itemsize)
     assert encoded.codec == RAW
     assert encoded.data is raw
 
@@ -258,28 +273,28 @@ def test_noise_passes_through_without_a_copy(name: str, itemsize: int) -> None:
 @pytest.mark.parametrize("name", PACKING)
 def test_repeats_are_found_where_the_histogram_is_flat(name: str) -> None:
     raw = bytes(range(256)) * 1000
-    assert len(codec_by_name(name).encode(memoryview(raw), itemsize=1).data) < len(raw) / 20
+    assert len(encode(codec_by_name(name), raw, itemsize=1).data) < len(raw) / 20
 
 
 @pytest.mark.parametrize("name", PACKING)
 @pytest.mark.parametrize("itemsize", [0, 3, 16, -2])
 def test_other_itemsizes_are_refused(name: str, itemsize: int) -> None:
     with pytest.raises(ConfigError, match="itemsize"):
-        codec_by_name(name).encode(memoryview(bytes(1000)), itemsize=itemsize)
+        encode(codec_by_name(name), memoryview(bytes(1000)), itemsize=itemsize)
 
 
 def test_memory_stays_near_what_the_format_needs() -> None:
     raw = kv_like(16 << 20)
     codec = codec_by_name("shuffle-zstd")
-    codec.decode_into(codec.encode(memoryview(raw), itemsize=2).data, memoryview(bytearray(len(raw))))
+    codec.decode_into((encode(codec, raw, itemsize=2).data,), memoryview(bytearray(len(raw))))
     out = bytearray(len(raw))
     tracemalloc.start()
     try:
-        encoded = codec.encode(memoryview(raw), itemsize=2)
+        encoded = encode(codec, raw, itemsize=2)
         encoding = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        codec.decode_into(encoded.data, memoryview(out))
+        codec.decode_into((encoded.data,), memoryview(out))
         decoding = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
@@ -303,7 +318,7 @@ def test_one_codec_serves_many_threads(name: str) -> None:
         start.wait(timeout=30)
         try:
             for _ in range(20):
-                if decode(codec.encode(memoryview(raw), itemsize=2), len(raw)) != raw:
+                if decode(encode(codec, raw, itemsize=2), len(raw)) != raw:
                     wrong.append(seed)
         except Exception as error:
             wrong.append(error)
@@ -323,31 +338,31 @@ def test_one_codec_serves_many_threads(name: str) -> None:
 def test_raw_segments_of_another_length_are_refused() -> None:
     for data in (b"", b"123", b"12345"):
         with pytest.raises(CorruptRecord, match="instead of 4"):
-            codec_by_name("raw").decode_into(memoryview(data), memoryview(bytearray(4)))
+            codec_by_name("raw").decode_into((memoryview(data),), memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize("name", PACKING)
 def test_every_truncation_and_any_addition_is_corrupt(name: str) -> None:
     raw = kv_like(301) * 9  # odd, and with repeats for LZ4
     codec = codec_by_name(name)
-    encoded = codec.encode(memoryview(raw), itemsize=2)
+    encoded = encode(codec, raw, itemsize=2)
     assert encoded.codec == codec.number
     out = memoryview(bytearray(len(raw)))
     whole = bytes(encoded.data)
     for cut in [*(whole[:length] for length in range(len(whole))), whole + b"\0", whole + whole]:
         with pytest.raises(CorruptRecord):
-            codec.decode_into(memoryview(cut), out)
+            codec.decode_into((memoryview(cut),), out)
 
 
 @pytest.mark.parametrize("name", PACKING)
 def test_another_destination_length_is_corrupt(name: str) -> None:
     raw = kv_like(300) * 10
     codec = codec_by_name(name)
-    encoded = codec.encode(memoryview(raw), itemsize=2)
+    encoded = encode(codec, raw, itemsize=2)
     assert encoded.codec == codec.number
     for length in (0, 1, 2999, 3001, 3002, 6000):
         with pytest.raises(CorruptRecord):
-            codec.decode_into(encoded.data, memoryview(bytearray(length)))
+            codec.decode_into((encoded.data,), memoryview(bytearray(length)))
 
 
 @pytest.mark.parametrize("name", PACKING)
@@ -363,19 +378,19 @@ def test_another_destination_length_is_corrupt(name: str) -> None:
 def test_each_field_is_checked(name: str, offset: int, form: str, value: int) -> None:
     raw = kv_like(300) * 10
     codec = codec_by_name(name)
-    encoded = codec.encode(memoryview(raw), itemsize=2)
+    encoded = encode(codec, raw, itemsize=2)
     assert encoded.codec == codec.number
     data = bytearray(encoded.data)
     struct.pack_into(f"<{form}", data, offset, value)
     with pytest.raises(CorruptRecord):
-        codec.decode_into(memoryview(data), memoryview(bytearray(len(raw))))
+        codec.decode_into((memoryview(data),), memoryview(bytearray(len(raw))))
 
 
 @pytest.mark.parametrize("name", PACKING)
 def test_unpacked_blocks_must_be_as_long_as_they_stand_for(name: str) -> None:
     data = HEAD.pack(1, 2, 0, 1 << 20, 20) + struct.pack("<2I", 9, 11) + bytes(20)  # adds up, but not plane by plane
     with pytest.raises(CorruptRecord, match="9 bytes instead of 10"):
-        codec_by_name(name).decode_into(memoryview(data), memoryview(bytearray(20)))
+        codec_by_name(name).decode_into((memoryview(data),), memoryview(bytearray(20)))
 
 
 def zstd_frame(content: bytes, claim: int | None) -> bytes:
@@ -429,7 +444,7 @@ def test_a_lying_block_is_corrupt_at_once(lie: str) -> None:
     data = segment(payload, nbytes=nbytes)
     begin = time.process_time()
     with pytest.raises(CorruptRecord):
-        codec.decode_into(data, out)
+        codec.decode_into((data,), out)
     assert time.process_time() - begin < 0.05
 
 
@@ -448,14 +463,14 @@ def test_lies_cost_no_memory() -> None:
             for name, payload, nbytes in lies.LIES.values()
         ]
         for name in lies.PACKING:
-            lies.decode(codec_by_name(name).encode(memoryview(bytes(5000)), itemsize=2), 5000)
+            lies.decode(lies.encode(codec_by_name(name), bytes(5000), itemsize=2), 5000)
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak begins again at what is resident now
         peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
         before = peak()
         for codec, data, out in jobs:
             try:
-                codec.decode_into(data, out)
+                codec.decode_into((data,), out)
             except CorruptRecord:
                 continue
             raise SystemExit("decoded a lie")
@@ -469,7 +484,7 @@ def test_lies_cost_no_memory() -> None:
 
 
 def _seed(name: str, dtype: str, itemsize: int) -> bytes:
-    encoded = codec_by_name(name).encode(memoryview(kv_like(300, dtype) * 30), itemsize=itemsize)
+    encoded = encode(codec_by_name(name), memoryview(kv_like(300, dtype) * 30), itemsize=itemsize)
     assert encoded.codec != RAW
     return bytes(encoded.data)
 
@@ -504,7 +519,7 @@ def test_mutated_segments_never_escape(data: st.DataObject) -> None:
             mutant[at : at + 8] = struct.pack("<Q", data.draw(st.sampled_from([0, 1, 1 << 31, 1 << 40, (1 << 64) - 1])))
     room = bytearray(b"\xa5" * 9064)
     try:
-        codec_by_name(name).decode_into(memoryview(bytes(mutant)), memoryview(room)[32:9032])
+        codec_by_name(name).decode_into((memoryview(bytes(mutant)),), memoryview(room)[32:9032])
     except CorruptRecord:
         pass
     assert set(room[:32]) == set(room[9032:]) == {0xA5}
@@ -515,4 +530,4 @@ def test_mutated_segments_never_escape(data: st.DataObject) -> None:
 @given(data=st.binary(max_size=200), nbytes=st.integers(0, 5000))
 def test_foreign_bytes_never_decode(name: str, data: bytes, nbytes: int) -> None:
     with pytest.raises(CorruptRecord):
-        codec_by_name(name).decode_into(memoryview(b"\x89" + data), memoryview(bytearray(nbytes)))
+        codec_by_name(name).decode_into((memoryview(b"\x89" + data),), memoryview(bytearray(nbytes)))

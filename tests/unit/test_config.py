@@ -66,6 +66,18 @@ def test_each_option_is_a_field_of_its_type_with_a_sentence_and_a_valid_default(
     )
 
 
+def test_codec_options(write: Callable[[str], Path]) -> None:
+    config = load(remote_serde="kvt", codec_profile="~/a.kvp, b.kvp", codec_level="1")
+    assert config.codec_profile == (str(Path("~/a.kvp").expanduser()), "b.kvp")
+    assert (config.codec_level, load(codec_level="All").codec_level, load().codec_level) == (1, None, None)
+    assert "b.kvp" in config.describe()
+    path = write("remote_serde: cachegen\ncodec_profile: [a.kvp, b.kvp]\ncodec_level: 0\n")
+    config = load(config_file=path)
+    assert (config.remote_serde, config.codec_profile, config.codec_level) == ("cachegen", ("a.kvp", "b.kvp"), 0)
+    path = write(f"remote_url: {URL}\nremote_serde: naive\n")
+    assert load_config(config_file=path).remote_serde == "raw"
+
+
 def test_values_given_directly_are_checked_too() -> None:
     assert Config(remote_url=URL, chunk_size="512").chunk_size == 512  # type: ignore[arg-type]
     assert Config(remote_url=URL, save_unfull_chunk=1).save_unfull_chunk is True  # type: ignore[arg-type]
@@ -260,7 +272,13 @@ def test_options_of_a_backend_that_is_not_used_are_noted() -> None:
         ({"lookup_timeout": "3 sec"}, "unknown unit 'sec'"),
         ({"buffer_pool_bytes": "lots"}, "not a size"),
         ({"buffer_pool_bytes": "1KiB"}, "at least 1 MiB"),
-        ({"remote_serde": "cachegen"}, "option 'remote_serde': unknown codec 'cachegen'; known codecs: raw"),
+        ({"remote_serde": "zip"}, "option 'remote_serde': unknown codec 'zip'; known codecs: raw"),
+        ({"remote_serde": "cachegen"}, "option codec_profile; make one with kvstore-codec profile --codec cachegen"),
+        ({"remote_serde": "kvt", "codec_profile": "a,,b"}, "option 'codec_profile': an empty path"),
+        ({"remote_serde": "kvt", "codec_profile": 7}, "option 'codec_profile': int is not the path"),
+        ({"remote_serde": "int8", "codec_profile": "a.kvp"}, "codec 'int8' needs none, only cachegen and kvt do"),
+        ({"codec_level": -1}, "option 'codec_level': -1 is out of range; it must be 0 to 255, or all"),
+        ({"codec_level": "some"}, "option 'codec_level': 'some' is not an integer"),
         ({"remote_serde": "kivi"}, "unknown codec 'kivi'"),
         ({"remote_serde": 7}, "is not the name of a codec"),
         ({"save_unfull_chunk": "maybe"}, "'maybe' is not true or false"),
@@ -491,4 +509,4 @@ def test_the_manual_has_everything() -> None:
         assert f"`{name}`" in text
     for scheme in lmcache.SCHEMES:
         assert f"`{scheme}://" in text
-    assert "| `remote_serde` | raw \\| lz4 \\| shuffle-zstd | raw |" in text
+    assert "| `remote_serde` | raw \\| lz4 \\| shuffle-zstd \\| int8 \\| fp8 \\| cachegen \\| kvt | raw |" in text

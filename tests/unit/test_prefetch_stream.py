@@ -457,12 +457,12 @@ def test_decoding_one_group_overlaps_loading_the_next(monkeypatch: pytest.Monkey
     decode = staged._decode
     overlapped: list[bool] = []
 
-    def slow(segment: Any, data: memoryview, view: memoryview) -> None:
-        if not overlapped and segment.layer == 0:
+    def slow(flight: Any, layer: Any, stored: Any) -> None:
+        if not overlapped and layer.segments[0].layer == 0:
             overlapped.append(False)
             backend.wait_done(2, "get")  # the read of another group ends while this one is being decoded
             overlapped[0] = True
-        decode(segment, data, view)
+        decode(flight, layer, stored)
 
     with store_over(backend, remote_serde="shuffle-zstd") as store:
         store.submit_put(records(keys), deadline=soon()).result()

@@ -202,17 +202,18 @@ def test_one_range_read_fetches_a_layer_or_a_run_of_layers() -> None:
 def test_encoded_segments_are_packed(sizes: list[int], raw: list[bool], kind: int) -> None:
     spec = RecordSpec.of(kind, [size if plain else size + 9000 for size, plain in zip(sizes, raw, strict=False)])
     segments = [memoryview(bytes([i + 1]) * size) for i, size in enumerate(sizes)]
-    codecs = [(0, 0) if plain else (3, 7) for plain, _ in zip(raw, sizes, strict=False)]
-    layers = [10 + index for index in range(len(sizes))]
-    record = record_of(spec, segments, codecs=codecs, layers=layers)
+    codecs = [0 if plain else 3 for plain, _ in zip(raw, sizes, strict=False)]
+    record = record_of(spec, segments, codecs=codecs)
     header = parse_header(record, key=KEY, nbytes=len(record))
     assert header.matches(spec)
     end = header.head_bytes
-    for segment, data, codec, size, layer in zip(header.segments, segments, codecs, spec.sizes, layers, strict=True):
-        page = 4096 if codec[0] == 0 and (kind == KIND_KV or spec.raw_bytes >= 65_536) else 64
+    for layer, (segment, data, codec, size) in enumerate(
+        zip(header.segments, segments, codecs, spec.sizes, strict=True)
+    ):
+        page = 4096 if codec == 0 and (kind == KIND_KV or spec.raw_bytes >= 65_536) else 64
         assert segment.offset % page == 0
         assert segment.offset >= end
-        assert (segment.codec, segment.level) == codec
+        assert (segment.codec, segment.level) == (codec, 0)
         assert (segment.raw_length, segment.layer, segment.head_group) == (size, layer, 0)
         end = segment.offset + segment.length
         assert record[segment.offset : end] == data
@@ -277,12 +278,10 @@ GOOD = views(b"12345678", b"abcdefgh")
         ({"segments": [memoryview(array.array("I", range(8))), GOOD[1]]}, "segment 0"),  # 8 items, 32 bytes
         ({"segments": [memoryview(bytes(16))[::2], GOOD[1]]}, "segment 0"),
         ({"segments": [np.zeros((8, 2), np.uint8).data, GOOD[1]]}, "segment 0"),
-        ({"codecs": [(1, 0)]}, "codecs"),
-        ({"codecs": [(256, 0), (0, 0)]}, "segment 0"),
-        ({"codecs": [(1, 0), (1, -1)]}, "segment 1"),
-        ({"layers": [0]}, "layers"),
-        ({"layers": [0, 1, 2]}, "layers"),
-        ({"layers": [0, 1 << 32]}, "segment 1"),
+        ({"codecs": [1]}, "codecs"),
+        ({"codecs": [256, 0]}, "segment 0"),
+        ({"codecs": [0, -1]}, "segment 1"),
+        ({"codecs": [5, 5], "segments": views(b"12345678", b"abcdefghi")}, "segment 1"),  # longer than raw
         ({"meta": {"a": object()}}, "meta"),
         ({"meta": {"a": 1 << 64}}, "meta"),
         ({"meta": {"a": "\ud800"}}, "meta"),
@@ -295,7 +294,7 @@ GOOD = views(b"12345678", b"abcdefgh")
     ],
 )
 def test_what_does_not_fit_is_refused_at_build(change: dict[str, Any], named: str) -> None:
-    given_ = {"key": KEY, "segments": GOOD, "meta": {"a": [1, {"b": "c"}]}, "codecs": None, "layers": None}
+    given_ = {"key": KEY, "segments": GOOD, "meta": {"a": [1, {"b": "c"}]}, "codecs": None}
     build_record(spec=SPEC, **given_)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=named):
         build_record(spec=SPEC, **(given_ | change))
