@@ -1,0 +1,7 @@
+"""`python -m kvstore_codec`."""
+
+import sys
+
+from .main import main
+
+sys.exit(main())
