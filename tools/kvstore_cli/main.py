@@ -19,6 +19,14 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
     "serve": "offer memory and disk of this host to other processes and hosts",
+    "plan": "what a KV cache takes, what storing it costs and saves, and which size of terraform/ fits",
+    "doctor": "what is wrong with a URL, and what to change",
+    "config": "check a configuration file",
+    "options": "the manual of the options of a scheme",
+    "ls": "list the records of a URL",
+    "stat": "what a URL holds, or what records are",
+    "verify": "read records again and compare their checksums",
+    "rm": "remove records",
 }
 """Subcommand → one line of help. Its module, `kvstore_cli.NAME`, is imported when it is used."""
 

@@ -1,0 +1,43 @@
+"""Streaming within an SLO: what is loaded at which level, what is computed from text, decided from measured speeds.
+
+    streamer = Streamer(store, prefill=PrefillModel.fit(samples))        # one per link, shared by all requests
+    with streamer.stream(chunks, recompute=compute, slo_s=0.5, new_tokens=64) as stream:
+        for group in stream:
+            ...                                                          # copy group.views into the cache
+
+`planner` decides (pure functions), `estimates` measures, `course` follows one request, `streamer` and `stream` do it
+over a store, `admission` says what is not worth storing. docs/streaming.md tells more.
+"""
+
+from __future__ import annotations
+
+from .admission import Admission, Verdict, break_even_bytes_per_s, break_even_tokens, load_is_faster
+from .course import Report
+from .estimates import LinkShare, PrefillModel, PrefillSample
+from .planner import COMPUTED, Group, Plan, Policy, Speeds, Standing, Step, plan
+from .streamer import Chunk, ReadyGroup, Stream, Streamer, TextPart
+
+__all__ = [
+    "COMPUTED",
+    "Admission",
+    "Chunk",
+    "Group",
+    "LinkShare",
+    "Plan",
+    "Policy",
+    "PrefillModel",
+    "PrefillSample",
+    "ReadyGroup",
+    "Report",
+    "Speeds",
+    "Standing",
+    "Step",
+    "Stream",
+    "Streamer",
+    "TextPart",
+    "Verdict",
+    "break_even_bytes_per_s",
+    "break_even_tokens",
+    "load_is_faster",
+    "plan",
+]

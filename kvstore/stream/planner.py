@@ -1,0 +1,518 @@
+"""The planner: which stream groups are loaded, at which level, in which order, and which are computed from their text.
+Pure functions and values; no I/O, no clock. What it is told is measured by `estimates` and carried out by `streamer`.
+
+A prompt is a row of **groups** (of chunks). A group is *there* when its KV was loaded at some level or computed. Levels
+are embedded: level l of a group is had by bringing the bytes of the levels before it and its own, at once or in steps.
+The prompt is ready when all groups are there and the new tokens behind them are computed.
+
+Three resources work side by side, each on one thing at a time: the link, the decoder (group i is decoded while i + 1
+comes) and the prefill. Computing a group needs the KV of all groups before it; loading needs nothing. So the groups
+that are computed are the first ones (the front), the link loads the others beginning at the back, and the two meet:
+computing the front is the cheapest (attention grows with the position) and never waits, so no other choice of as many
+groups is ready sooner. A partly computed prefix changes nothing for the groups behind it.
+
+The rule (CacheGen, SIGCOMM'24, section 5.3, with three things added): quality first within the SLO, lossless before
+finer before coarser; if nothing fits, the fastest, and the caller counts a violation.
+
+* Text. As many groups from the front as can be computed within the SLO are computed; if that is all of them, no byte is
+  loaded (CacheGen's "T_recompute(rest) <= remaining: text"). With `text="time"`, computing is no better than the finest
+  level and is chosen only where it is faster.
+* Levels, mixed. The best level at which all remaining groups still fit; what is left of the SLO refines as many groups
+  as possible by one more. With embedded levels that is the plan whose coarsest group is best (`Plan.quality`).
+* Order. No group is refined before all groups are there at a level that would fit even if the link kept only `commit`
+  of its speed. So a link that breaks down in the middle costs quality, not the SLO.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.errors import ConfigError
+
+from .estimates import PrefillModel
+
+__all__ = ["COMPUTED", "Group", "Plan", "Policy", "Speeds", "Standing", "Step", "plan"]
+
+COMPUTED = -2
+"""In `Plan.levels`: the group is computed, not loaded."""
+ABSENT = -1
+"""A level: nothing is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive chunks that are streamed together.
+
+    Attributes:
+        begin: position of the first token.
+        tokens: how many.
+        sizes: bytes that bring level 0, levels 0..1, 0..2 and so on; rising.
+        lossless: whether the finest level is exact.
+
+    Raises:
+        ConfigError: no tokens, no levels, or sizes that fall.
+    """
+
+    begin: int
+    tokens: int
+    sizes: tuple[int, ...]
+    lossless: bool = False
+
+    def __post_init__(self) -> None:
+        rising = all(low <= high for low, high in itertools.pairwise(self.sizes))
+        if self.begin < 0 or self.tokens < 1 or not self.sizes or self.sizes[0] < 0 or not rising:
+            raise ConfigError(f"a group of {self.tokens} tokens from {self.begin} with sizes {self.sizes} is none")
+
+    @property
+    def finest(self) -> int:
+        return len(self.sizes) - 1
+
+    def bytes_between(self, level: int, target: int) -> int:
+        """Bytes that bring it from one level (`ABSENT`: nothing) to a finer one."""
+        return self.sizes[target] - (self.sizes[level] if level >= 0 else 0)
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where a group stands.
+
+    Attributes:
+        level: what is decoded; -1: nothing.
+        computed: it was computed from text.
+        loadable: False: its record is missing or failed, so it can only be computed.
+        target: the level that is on its way; None: nothing is.
+        left: bytes of that which have not come yet.
+        computing_s: seconds that its computation, under way, still takes; None: it is not under way.
+    """
+
+    level: int = ABSENT
+    computed: bool = False
+    loadable: bool = True
+    target: int | None = None
+    left: int = 0
+    computing_s: float | None = None
+
+    @property
+    def there(self) -> bool:
+        return self.computed or self.level >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What is known of the machine and the link now.
+
+    Attributes:
+        bytes_per_s: this request's share of the link; None: nothing was measured and nothing is known; 0: it is down.
+        latency_s: seconds that a request waits before its first byte.
+        decode_s_per_token: seconds to decode one token's KV of each level, that level's share alone. Missing levels
+            cost as much as the last one given; empty: nothing.
+        prefill: seconds to compute tokens; None: text cannot be computed here.
+    """
+
+    bytes_per_s: float | None
+    latency_s: float = 0.0
+    decode_s_per_token: Sequence[float] = ()
+    prefill: PrefillModel | None = None
+
+    def load_s(self, nbytes: float) -> float:
+        """Seconds that one request for so many bytes takes."""
+        if nbytes <= 0:
+            return self.latency_s
+        if not self.bytes_per_s:
+            return math.inf
+        return self.latency_s + nbytes / self.bytes_per_s
+
+    def decode_s(self, group: Group, level: int, target: int) -> float:
+        """Seconds to decode a group from one level to a finer one."""
+        costs = self.decode_s_per_token
+        if not costs:
+            return 0.0
+        last = len(costs) - 1
+        return group.tokens * sum(costs[min(each, last)] for each in range(level + 1, target + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How the planner weighs things.
+
+    Attributes:
+        text: "quality": text is computed wherever the SLO has room for it, since it is exact (CacheGen's rule).
+            "time": only where that is faster than loading the finest level. "never": only what cannot be loaded.
+            Without an SLO, with lossless levels or with a `max_level`, "quality" is "time".
+        pointers: the front may be computed while the back is loaded; False: all by one of the two.
+        commit: share of its speed that the link is trusted to keep until all groups are there. 1: at once at the
+            best level that fits (and at the medium one as long as nothing is known of the link).
+        safety: share of the measured speeds, of the link and of computing, that is planned with.
+        margin: share of the SLO that is kept free at its end. Used by `Course`; the planner is told what remains.
+        min_level, max_level: no coarser and no finer level is used (None: the finest there is).
+
+    Raises:
+        ConfigError: a share outside (0, 1], an unknown `text`, or levels that leave none.
+    """
+
+    text: str = "quality"
+    pointers: bool = True
+    commit: float = 0.1
+    safety: float = 0.9
+    margin: float = 0.05
+    min_level: int = 0
+    max_level: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.text not in ("quality", "time", "never"):
+            raise ConfigError(f"text={self.text!r} is not known; use 'quality', 'time' or 'never'")
+        for name in ("commit", "safety"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most 1")
+        if not 0 <= self.margin < 1:
+            raise ConfigError(f"margin={self.margin} must be at least 0 and below 1")
+        if self.min_level < 0 or (self.max_level is not None and self.max_level < self.min_level):
+            raise ConfigError(f"no level is between min_level={self.min_level} and max_level={self.max_level}")
+
+    def floor(self, group: Group) -> int:
+        """The coarsest level of a group that may be used: `min_level`, or its finest if it has no such level."""
+        return min(self.min_level, group.finest)
+
+    def ceiling(self, group: Group) -> int:
+        """The finest one."""
+        return group.finest if self.max_level is None else min(self.max_level, group.finest)
+
+
+class Step(NamedTuple):
+    """One transfer: bring a group to a level."""
+
+    group: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do next, and what comes of it if all goes as estimated.
+
+    Attributes:
+        load: transfers in order; the first is to be begun when the link is free.
+        compute: groups to compute, in order; the first may be begun when all groups before it are there.
+        levels: of each group in the end: a level, `COMPUTED`, or -1: it will not be there (nothing can bring it).
+        seconds: from now until the first token could be computed, new tokens included; inf: never. Unknown speed of the
+            link counts as none.
+        meets: that is within the SLO.
+        abandon: groups whose transfer is under way, but which are better computed when their turn comes.
+    """
+
+    load: tuple[Step, ...] = ()
+    compute: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    seconds: float = 0.0
+    meets: bool = True
+    abandon: tuple[int, ...] = ()
+    finest: int = field(default=0, repr=False)
+
+    @property
+    def quality(self) -> tuple[int, ...]:
+        """Ranks of all groups, worst first: a level, or one more than the finest for what is computed. Of two plans
+        the one with the greater tuple is better: its coarsest group is finer, or fewer groups are that coarse."""
+        return tuple(sorted(self.finest + 1 if level == COMPUTED else level for level in self.levels))
+
+
+def plan(
+    groups: Sequence[Group],
+    standing: Sequence[Standing],
+    speeds: Speeds,
+    *,
+    remaining_s: float = math.inf,
+    new_tokens: int = 0,
+    policy: Policy | None = None,
+) -> Plan:
+    """Decide. About groups · log(groups) · levels operations, without state: called again whenever something has ended
+    or is overdue.
+
+    Args:
+        groups: in order; each begins where the one before ends.
+        standing: of each group.
+        remaining_s: what is left of the SLO; may be negative; inf: no SLO, then as fast as possible at `max_level`.
+        new_tokens: tokens behind the last group that have to be computed in any case.
+
+    Raises:
+        ConfigError: not one standing per group, groups that do not follow each other, or a number that is none.
+    """
+    if len(groups) != len(standing):
+        raise ConfigError(f"{len(groups)} groups, but {len(standing)} standings")
+    if any(one.begin + one.tokens != two.begin for one, two in itertools.pairwise(groups)):
+        raise ConfigError("the groups of a plan must follow each other without holes")
+    if math.isnan(remaining_s) or (speeds.bytes_per_s is not None and not speeds.bytes_per_s >= 0):
+        raise ConfigError(f"remaining_s={remaining_s} or bytes_per_s={speeds.bytes_per_s} is not a sensible number")
+    return _Planner(groups, standing, speeds, remaining_s, new_tokens, policy or Policy()).plan()
+
+
+class _Planner:
+    """One decision. `_pending` are the groups that are not there; the first `m` of them may be computed."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        standing: Sequence[Standing],
+        speeds: Speeds,
+        remaining_s: float,
+        new_tokens: int,
+        policy: Policy,
+    ) -> None:
+        self._groups = groups
+        self._standing = standing
+        self._policy = policy
+        self._unknown = speeds.bytes_per_s is None
+        rate, share = speeds.bytes_per_s, policy.safety
+        prefill = speeds.prefill.scaled(1 / share) if speeds.prefill is not None else None
+        known = None if rate is None else rate * share
+        self._speeds = Speeds(known, speeds.latency_s, speeds.decode_s_per_token, prefill)
+        self._can_compute = prefill is not None
+        reach = len(groups)
+        if not self._can_compute:  # what lies behind a hole is of no use to anybody
+            reach = next((i for i, s in enumerate(standing) if not s.there and not s.loadable), reach)
+        self._reach = reach
+        end = groups[reach - 1].begin + groups[reach - 1].tokens if reach else 0
+        self._suffix_s = prefill.seconds(end, new_tokens) if prefill is not None and new_tokens > 0 else 0.0
+        self._room_s = remaining_s - self._suffix_s
+        self._busy = next((i for i in range(reach) if standing[i].computing_s is not None), None)
+        self._pending = [i for i in range(reach) if not standing[i].there and i != self._busy]
+        self._forced = [i for i in self._pending if not standing[i].loadable]
+        self._hole = self._forced[-1] if self._forced else -1
+        slo = remaining_s < math.inf
+        exact = all(groups[i].lossless for i in range(reach))
+        self._text_first = policy.text == "quality" and slo and not exact and policy.max_level is None
+        self._top = max((policy.ceiling(groups[i]) for i in range(reach)), default=0)
+        # What computing the first m pending groups takes, for each m.
+        started = 0.0 if self._busy is None else standing[self._busy].computing_s or 0.0
+        self._compute_s = [max(0.0, started)]
+        for index in self._pending:
+            cost = math.inf if prefill is None else prefill.seconds(groups[index].begin, groups[index].tokens)
+            self._compute_s.append(self._compute_s[-1] + cost)
+
+    # The choice of m.
+
+    def plan(self) -> Plan:
+        if self._unknown and self._pending:
+            return self._first_plan()
+        if self._text_first:
+            most = self._most_computed()
+            if self._finish(most, self._floors(most)) <= self._room_s:
+                return self._make(most, self._filled(most), meets=True)
+        else:
+            best, seconds = self._fastest(self._ceilings)
+            if seconds <= self._room_s and (seconds < math.inf or self._room_s == math.inf):
+                return self._make(best, self._ceilings(best), meets=seconds < math.inf)
+            most = self._most_computed()
+            if self._finish(most, self._floors(most)) <= self._room_s:
+                return self._make(most, self._filled(most), meets=True)
+        best, _ = self._fastest(self._floors)
+        return self._make(best, self._floors(best), meets=False)
+
+    def _choices(self) -> list[int]:
+        """How many of the pending groups may be computed from the front."""
+        count = len(self._pending)
+        if not self._can_compute or self._policy.text == "never" or not count:
+            return [0]
+        return list(range(count + 1)) if self._policy.pointers else [0, count]
+
+    def _most_computed(self) -> int:
+        """The most groups whose computation fits into the SLO: the fewer are loaded, the finer they can be, and the
+        sooner they are there. So if not even these fit at the coarsest level, nothing does."""
+        choices = self._choices()
+        return max((m for m in choices if self._compute_s[m] <= self._room_s), default=0)
+
+    def _fastest(self, levels_of: Callable[[int], dict[int, int]]) -> tuple[int, float]:
+        """The m that is ready soonest with such levels, the smallest of equals; and when.
+
+        Computing more takes longer and loading fewer takes shorter, so the best lies where the two cross: only the two
+        values around that are looked at (all of them if holes make some computations wait for loads).
+        """
+        choices = self._choices()
+        if not self._forced and len(choices) > 4:
+            low, high = 0, len(choices) - 1  # the first m whose computation takes as long as loading the rest
+            while low < high:
+                middle = (low + high) // 2
+                if self._compute_s[middle] >= self._finish(middle, levels_of(middle)):
+                    high = middle
+                else:
+                    low = middle + 1
+            choices = sorted({0, max(0, low - 1), low, len(choices) - 1})
+        seconds = {m: self._finish(m, levels_of(m)) for m in choices}
+        best = min(choices, key=lambda m: (seconds[m], m))
+        return best, seconds[best]
+
+    def _computed(self, m: int) -> list[int]:
+        """The groups that are computed: the first m pending ones, and those that can only be computed."""
+        return self._pending[:m] + [i for i in self._pending[m:] if not self._standing[i].loadable]
+
+    def _floors(self, m: int) -> dict[int, int]:
+        """Everything that is loaded as coarse as it may be."""
+        return {
+            i: max(self._policy.floor(self._groups[i]), self._coming(i))
+            for i in self._pending[m:]
+            if self._standing[i].loadable
+        }
+
+    def _ceilings(self, m: int) -> dict[int, int]:
+        """Everything that is loaded or was loaded as fine as it may be."""
+        levels = {i: self._policy.ceiling(self._groups[i]) for i in self._pending[m:] if self._standing[i].loadable}
+        for index in range(self._reach):
+            state = self._standing[index]
+            if state.level >= 0 and not state.computed:
+                levels[index] = self._policy.ceiling(self._groups[index]) if state.loadable else state.level
+        return {i: max(level, self._coming(i)) for i, level in levels.items()}
+
+    def _first_plan(self) -> Plan:
+        """Nothing is known of the link. The text that fits is computed in any case, if text comes first; else only what
+        must be. With levels to be added later the coarsest is asked for, else the medium one; the next plan knows more.
+        """
+        most = self._most_computed() if self._text_first else 0
+        levels = {}
+        for index in self._pending[most:]:
+            if self._standing[index].loadable:
+                low, high = self._policy.floor(self._groups[index]), self._policy.ceiling(self._groups[index])
+                if self._room_s < math.inf:
+                    high = low if self._policy.commit < 1 else (low + high) // 2
+                levels[index] = max(self._coming(index), high)
+        return self._make(most, levels, meets=True)
+
+    # Evaluation.
+
+    def _order(self, levels: dict[int, int]) -> list[int]:
+        """In which order groups are loaded: first what lies before the last hole, then from the back. Without text from
+        the front: what has come is then of use whatever happens to the rest."""
+        if not self._can_compute:
+            return sorted(levels)
+        return sorted(levels, key=lambda i: (i > self._hole, -i))
+
+    def _finish(self, m: int, levels: dict[int, int]) -> float:
+        """Seconds until all is there: the link, the decoder, and the computation that waits for both."""
+        speeds, groups, standing = self._speeds, self._groups, self._standing
+        computed = self._computed(m)
+        dropped = set(computed)
+        link = decoded = 0.0
+        at: dict[int, float] = {}
+        for index, state in enumerate(standing[: self._reach]):
+            if state.target is not None and index not in dropped:
+                link += speeds.load_s(state.left)
+                decoded = max(decoded, link) + speeds.decode_s(groups[index], state.level, state.target)
+                at[index] = decoded
+        for index in self._order(levels):
+            have = self._coming(index)
+            if have >= levels[index]:
+                continue
+            link += speeds.load_s(groups[index].bytes_between(have, levels[index]))
+            decoded = max(decoded, link) + speeds.decode_s(groups[index], have, levels[index])
+            at[index] = max(at.get(index, 0.0), decoded)
+        done = self._compute_s[m] if m == len(computed) else self._holes(m, computed, at)
+        return max(done, decoded, self._compute_s[0])
+
+    def _coming(self, index: int) -> int:
+        """The level that a group has, or will have with what is on its way."""
+        state = self._standing[index]
+        return state.level if state.target is None else max(state.level, state.target)
+
+    def _holes(self, m: int, computed: Sequence[int], at: dict[int, float]) -> float:
+        """Computing the front, and then what lies behind groups that are loaded."""
+        now = self._compute_s[m]
+        prefill = self._speeds.prefill
+        if prefill is None:
+            return math.inf
+        loads = sorted(at.items())
+        for index in computed[m:]:
+            for before, when in loads:
+                if before < index:
+                    now = max(now, when)
+            now += prefill.seconds(self._groups[index].begin, self._groups[index].tokens)
+        return now
+
+    # Levels.
+
+    def _filled(self, m: int) -> dict[int, int]:
+        """The best levels that fit: all groups one level finer while there is room, then as many as possible.
+
+        The time of a plan is the sum of its transfers (plus what decoding adds at the end), so the cheapest groups are
+        refined first: that refines the most.
+        """
+        levels = self._floors(m)
+        for index in range(self._reach):
+            state = self._standing[index]
+            if state.level >= 0 and not state.computed:
+                levels[index] = self._coming(index)
+        for target in range(1, self._top + 1):
+            eligible = [
+                i
+                for i in levels
+                if levels[i] == target - 1 <= self._policy.ceiling(self._groups[i]) - 1 and self._standing[i].loadable
+            ]
+            if not eligible:
+                continue
+            eligible.sort(key=lambda i: (self._groups[i].bytes_between(target - 1, target), i))
+            low, high = 0, len(eligible)  # so many fit; one more does not
+            while low < high:
+                middle = (low + high + 1) // 2
+                tried = {**levels, **dict.fromkeys(eligible[:middle], target)}
+                if self._finish_in_steps(m, tried) <= self._room_s:
+                    low = middle
+                else:
+                    high = middle - 1
+            levels.update(dict.fromkeys(eligible[:low], target))
+        return levels
+
+    def _finish_in_steps(self, m: int, levels: dict[int, int]) -> float:
+        """As `_finish`, and the waits for the further requests that refining in steps takes."""
+        extra = 0
+        if self._speeds.latency_s:
+            extra = max(0, len(self._steps(levels)) - sum(self._coming(i) < levels[i] for i in levels))
+        return self._finish(m, levels) + extra * self._speeds.latency_s
+
+    def _pass_level(self, levels: dict[int, int]) -> int:
+        """The finest level at which all that is still missing fits into `commit` of what is left."""
+        missing = [i for i in levels if self._coming(i) < 0]
+        if self._room_s == math.inf or self._unknown:
+            return self._top
+        room = max(0.0, self._room_s) * self._policy.commit
+        rate, best = self._speeds.bytes_per_s or 0.0, 0
+        for level in range(1, self._top + 1):
+            nbytes = sum(self._groups[i].bytes_between(ABSENT, min(level, levels[i])) for i in missing)
+            if nbytes > rate * room:
+                break
+            best = level
+        return best
+
+    def _steps(self, levels: dict[int, int]) -> list[Step]:
+        """Transfers in order: first all groups that are missing, then level by level."""
+        order = self._order(levels)
+        first = self._pass_level(levels)
+        now = {i: self._coming(i) for i in levels}
+        steps = []
+        for index in order:
+            if now[index] < 0:
+                now[index] = min(levels[index], max(first, self._policy.floor(self._groups[index])))
+                steps.append(Step(index, now[index]))
+        for target in range(1, self._top + 1):
+            for index in order:
+                if now[index] < target <= levels[index]:
+                    now[index] = target
+                    steps.append(Step(index, target))
+        return steps
+
+    def _make(self, m: int, levels: dict[int, int], *, meets: bool) -> Plan:
+        computed = self._computed(m)
+        final = []
+        for index, state in enumerate(self._standing):
+            if state.computed or index == self._busy or index in computed:
+                final.append(COMPUTED)
+            elif index >= self._reach:
+                final.append(self._coming(index) if state.level >= 0 else ABSENT)
+            else:
+                final.append(levels.get(index, self._coming(index)))
+        steps = self._steps(levels)
+        coming = any(state.target is not None for i, state in enumerate(self._standing) if i not in computed)
+        known = not self._unknown or not (steps or coming)
+        seconds = self._finish(m, levels) + self._suffix_s if known else math.inf
+        abandon = tuple(i for i in computed if self._standing[i].target is not None)
+        finest = max((group.finest for group in self._groups), default=0)
+        return Plan(tuple(steps), tuple(computed), tuple(final), seconds, meets and seconds < math.inf, abandon, finest)

@@ -1,0 +1,18 @@
+terraform {
+  required_version = ">= 1.11"
+  required_providers {
+    aws    = { source = "hashicorp/aws", version = ">= 6.60, < 7.0" }
+    random = { source = "hashicorp/random", version = "~> 3.7" }
+  }
+}
+
+provider "aws" {
+  region = var.region
+  default_tags {
+    tags = {
+      Project     = var.project
+      Environment = var.environment
+      Owner       = var.owner
+    }
+  }
+}
