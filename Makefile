@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes that run tests. One for each core, up to four: more wait for each other's servers.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test test-slow test-transformers lint format types model bench docs clean help
+.PHONY: demo test test-slow test-transformers engines-venv test-engines lint format types model bench docs clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -30,15 +30,23 @@ model: $(STAMP) ## download and convert SmolLM2-135M-Instruct into .cache/models
 	@$(BIN)/python -c "from kvstore.testing.models import smollm2_folder; print(smollm2_folder())"
 
 test: model ## the whole suite, without what is marked slow
-	$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not engines" -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 test-slow: model ## what takes longer
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,demo,slow]'
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not engines"
 
 test-transformers: $(STAMP) ## the transformers integration under the oldest version it supports
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target .cache/transformers-5.19 transformers==5.19.0
 	PYTHONPATH=.cache/transformers-5.19 $(BIN)/python -m pytest tests/integration/test_transformers.py -m "not model"
+
+ENGINES ?= lmcache vllm sglang
+
+engines-venv: ## the environments of the engines (ENGINES="lmcache vllm sglang"), outside the checkout; gigabytes
+	PYTHON=$(PYTHON) tests/engines/venvs.sh $(ENGINES)
+
+test-engines: model engines-venv ## engines over our store: their own tools, and real text by a real model
+	KVSTORE_ENGINES_REQUIRED=1 $(BIN)/python -m pytest -m "engines and not slow" tests/engines
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
