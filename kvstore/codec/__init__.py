@@ -120,10 +120,10 @@ def open_codec(name: str, profiles: Sequence[str] = ()) -> Codec:
     from .profile import Profile, register
 
     loaded = [Profile.load(path) for path in profiles]
-    codec = codec_by_name(name, loaded[0])
+    codecs = [codec_by_name(name, profile) for profile in loaded]  # all are looked into now, not when a record comes
     for profile in loaded:
         register(profile)
-    return codec
+    return codecs[0]
 
 
 def codec_by_number(number: int) -> Codec:

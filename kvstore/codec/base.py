@@ -120,7 +120,8 @@ class Codec(ABC):
             about: what is known of them.
 
         Returns:
-            Its levels 0, 1, 2, …; none of them is longer than `raw`. Or `stored_raw(raw)`.
+            Its levels 0, 1, 2, …; none of them is longer than `raw`, and all together at most twice as long. Or
+            `stored_raw(raw)`.
 
         Raises:
             ConfigError: the segment is not of the kind that the codec's profile is for; names both sides.

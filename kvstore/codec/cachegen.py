@@ -136,7 +136,7 @@ class CachegenCodec(Codec):
         if not finite(raw, about.dtype):
             return stored_raw(raw)
         parts = _encode(tables, self._level, raw, about)
-        if parts is None or len(parts[0]) >= len(raw) or max(map(len, parts)) > len(raw):
+        if parts is None or sum(map(len, parts)) >= len(raw):
             return stored_raw(raw)
         return [Encoded(NUMBER, part, memoryview(data)) for part, data in enumerate(parts)]
 
@@ -379,7 +379,8 @@ class _CachegenDecoder(Decoder):
 
 def _follows(before: Head, head: Head) -> bool:
     same = ("dtype", "layer", "tokens", "level")
-    return before.tables is head.tables and all(getattr(before, name) == getattr(head, name) for name in same)
+    same_profile = before.tables.profile == head.tables.profile  # tables may have been made anew
+    return same_profile and all(getattr(before, name) == getattr(head, name) for name in same)
 
 
 def read_head(part: memoryview, room: int, profile: Profile | None) -> Head:
@@ -422,6 +423,6 @@ def read_head(part: memoryview, room: int, profile: Profile | None) -> Head:
     else:
         vectors = len(head.halves) * (head.groups + (tokens - head.groups) * head.own_steps)
         expected = _HEAD.size + 2 * (vectors + escapes) + anchors + deltas
-    if expected != len(part):
-        raise CorruptRecord(f"a {NAME} segment has {len(part)} bytes instead of {expected}")
+    if expected != len(part) or anchors % 2 or deltas % 2:  # streams are made of 16-bit words
+        raise CorruptRecord(f"a {NAME} segment has {len(part)} bytes instead of {expected}, or half a word in a stream")
     return head

@@ -120,7 +120,8 @@ def decode_segments(parts: Sequence[bytes | memoryview], out: torch.Tensor, prof
         return
     room = out.shape[1] * out.element_size()
     heads = [read_head(memoryview(part), room, profile) for part in parts]
-    if any(head.dtype != dtype or head.part or head.tables is not heads[0].tables for head in heads):
+    one = heads[0].tables.profile
+    if any(head.dtype != dtype or head.part or head.tables.profile != one for head in heads):
         raise CorruptRecord("segments decoded together have one profile and dtype, and are no refinements")
     joined = np.frombuffer(b"".join(parts), "<i2")
     words = torch.from_numpy(np.append(joined, np.int16(0))).to(out.device)

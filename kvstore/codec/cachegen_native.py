@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import float32, int32, njit, uint8, uint16, uint32
+from numba import float32, int32, uint8, uint16, uint32
 
 from .cachegen_reference import ANCHOR_LIMIT, LARGEST, LARGEST_STEP, MOST, SMALLEST_STEP
+from .compiled import compiled
 
 __all__ = ["dequantise", "quantise"]
 
@@ -22,7 +23,7 @@ _HALF_SCALE = np.float32(2.0**112)  # between the exponents of float16 and float
 _HALF_NORMAL = np.uint32(113 << 23)  # smallest normal float16, as a float32
 _HALF_MAGIC = np.float32(0.5)  # added to what will be subnormal, it shifts the mantissa to its place, rounded
 
-_fast = njit(cache=True, nogil=True, error_model="numpy")
+_fast = compiled(error_model="numpy")
 
 
 @_fast

@@ -147,16 +147,13 @@ class Profile:
 
     # Does it fit?
 
-    def check_model(self, model: str, revision: str | None = None) -> None:
-        """Refuse another model: its KV has other distributions, so nothing would be gained.
+    def is_of(self, model: str) -> bool:
+        """True if it was made of the model of this name; only the last part of names is compared ("org/name", "name").
 
-        Raises:
-            ConfigError: `model` is not the profile's; or both have a revision, and these differ.
+        KV of another model has other distributions and other directions that matter: nothing is wrong with the bytes,
+        but nothing is gained, and quality is lost.
         """
-        if model != self.model:
-            raise ConfigError(f"{self} is not for model {model!r}")
-        if revision is not None and self.revision is not None and revision != self.revision:
-            raise ConfigError(f"{self} was made of revision {self.revision!r}, not {revision!r}")
+        return _last(model) == _last(self.model)
 
     def check_layout(self, layout: KVLayout, dtype: str) -> None:
         """Refuse KV of another shape or dtype.
@@ -222,7 +219,7 @@ class Profile:
         """
         where = os.fspath(path)
         try:
-            with open(where, "rb") as file:
+            with open(where, "rb", opener=_open_at_once) as file:
                 start = file.read(_HEAD.size)
                 head_length, body_length = _lengths(start)
                 size = os.fstat(file.fileno()).st_size
@@ -231,8 +228,9 @@ class Profile:
                 return cls.from_bytes(start + file.read())
         except _Broken as error:
             raise ConfigError(f"{where} is not a codec profile: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"codec profile {where}: {error.strerror or error}", cause=error) from error
+        except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"codec profile {where}: {reason}", cause=error) from error
         except ConfigError as error:
             raise ConfigError(f"{where} is not a codec profile: {error.message}", cause=error) from error
 
@@ -272,6 +270,11 @@ class Profile:
         return made
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe that nobody writes to is empty; nobody waits for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class _Broken(ConfigError):
     """What is wrong with the bytes of a profile."""
 
@@ -294,7 +297,7 @@ def _parse_head(packed: memoryview) -> dict[str, Any]:
         head = msgpack.unpackb(packed, raw=False, strict_map_key=True, ext_hook=_no_ext, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise _Broken(f"its head is no msgpack: {error}") from error
-    if not isinstance(head, dict) or tuple(sorted(head)) != _FIELDS:
+    if not isinstance(head, dict) or set(head) != set(_FIELDS):
         raise _Broken("its head is not a map of the fields of a profile")
     if not isinstance(head["parameters"], dict):
         raise _Broken("its parameters are no map")
@@ -324,7 +327,10 @@ def _parse_arrays(listed: Any, body: memoryview) -> dict[str, Array]:
             nbytes *= length
         if nbytes > len(body) - at:
             raise _Broken(f"array {reprlib.repr(name)} is longer than the file")
-        arrays[name] = np.frombuffer(body[at : at + nbytes], dtype).reshape(shape)
+        try:
+            arrays[name] = np.frombuffer(body[at : at + nbytes], dtype).reshape(shape)
+        except ValueError as error:  # nothing, but of sides that numpy cannot multiply
+            raise _Broken(f"array {reprlib.repr(name)} has an impossible shape") from error
         at += -(-nbytes // _ALIGN) * _ALIGN
     if at != len(body):
         raise _Broken("its arrays do not add up to its length")
@@ -374,6 +380,10 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each, f"{where}[{i}]", depth + 1) for i, each in enumerate(value)]
     raise ConfigError(f"a profile's {where} cannot be a {type(value).__name__}")
+
+
+def _last(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2]
 
 
 def _shown(layout: KVLayout) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint8, uint16, uint32
+from numba import uint8, uint16, uint32
+
+from .compiled import compiled
 
 __all__ = [
     "divide",
@@ -26,7 +28,7 @@ __all__ = [
 ]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def largest(words: Any, mask: Any, out: Any) -> None:
     """The largest magnitude of each row, as bits: those of floats are ordered like the floats. words `[rows, width]`,
     `mask`: all bits but the sign."""
@@ -37,14 +39,14 @@ def largest(words: Any, mask: Any, out: Any) -> None:
         out[row] = most
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def widen(words: Any, bits: Any) -> None:
     """bfloat16 as the bits of float32."""
     for index in range(words.shape[0]):
         bits[index] = uint32(words[index]) << uint32(16)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def narrow(bits: Any, words: Any) -> None:
     """float32 as bits, to bfloat16, ties to even. There is no nan among them."""
     for index in range(bits.shape[0]):
@@ -52,7 +54,7 @@ def narrow(bits: Any, words: Any) -> None:
         words[index] = uint16((value + uint32(0x7FFF) + ((value >> uint32(16)) & uint32(1))) >> uint32(16))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled(error_model="numpy")
 def quantise(values: Any, divisors: Any, codes: Any) -> None:
     """values float32 `[rows, width]` / divisors `[rows]`, rounded to int8, ties to even."""
     for row in range(values.shape[0]):
@@ -61,7 +63,7 @@ def quantise(values: Any, divisors: Any, codes: Any) -> None:
             codes[row, column] = np.int8(np.int32(np.rint(values[row, column] / divisor)))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled(error_model="numpy")
 def divide(values: Any, divisors: Any, out: Any) -> None:
     """values float32 `[rows, width]` / divisors `[rows]`."""
     for row in range(values.shape[0]):
@@ -70,7 +72,7 @@ def divide(values: Any, divisors: Any, out: Any) -> None:
             out[row, column] = values[row, column] / divisor
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def to_e4m3(values: Any, bits: Any, codes: Any) -> None:
     """float32 of magnitudes up to 448 as e4m3, ties to even. `bits`: the same memory as uint32."""
     for index in range(bits.shape[0]):
@@ -82,7 +84,7 @@ def to_e4m3(values: Any, bits: Any, codes: Any) -> None:
         codes[index] = uint8(code | ((word >> uint32(24)) & uint32(0x80)))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def from_e4m3(codes: Any, scales: Any, bits: Any, values: Any) -> Any:
     """e4m3 `[rows, width]` times scales `[rows]`, float32. Returns the largest magnitude of a code."""
     most = uint8(0)
@@ -100,7 +102,7 @@ def from_e4m3(codes: Any, scales: Any, bits: Any, values: Any) -> Any:
     return most
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def from_half(words: Any, bits: Any, values: Any) -> None:
     """float16 as float32. There is no inf or nan among them."""
     for index in range(words.shape[0]):
@@ -112,7 +114,7 @@ def from_half(words: Any, bits: Any, values: Any) -> None:
         values[index] = -value if words[index] & uint16(0x8000) else value
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def to_half(values: Any, bits: Any, words: Any) -> None:
     """float32 to float16, ties to even. There is none beyond 65504 in magnitude."""
     for index in range(bits.shape[0]):
@@ -124,7 +126,7 @@ def to_half(values: Any, bits: Any, words: Any) -> None:
         words[index] = uint16(code | ((word >> uint32(16)) & uint32(0x8000)))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def scale(codes: Any, scales: Any, out: Any) -> None:
     """int8 `[rows, width]` times scales `[rows]`, float32."""
     for row in range(codes.shape[0]):

@@ -5,8 +5,8 @@
         for group in stream:
             ...                                                          # copy group.views into the cache
 
-`planner` decides (pure functions), `estimates` measures, `course` follows one request, `streamer` and `stream` do it
-over a store, `admission` says what is not worth storing. docs/streaming.md tells more.
+`planner` decides (pure functions over `terms`), `estimates` measures, `course` follows one request, `streamer` and
+`stream` do it over a store, `admission` says what is not worth storing. docs/streaming.md tells more.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 from .admission import Admission, Verdict, break_even_bytes_per_s, break_even_tokens, load_is_faster
 from .course import Report
 from .estimates import LinkShare, PrefillModel, PrefillSample
-from .planner import COMPUTED, Group, Plan, Policy, Speeds, Standing, Step, plan
+from .planner import plan
 from .streamer import Chunk, ReadyGroup, Stream, Streamer, TextPart
+from .terms import COMPUTED, Group, Plan, Policy, Speeds, Standing, Step
 
 __all__ = [
     "COMPUTED",

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from kvstore.errors import ConfigError
 
 from .estimates import LinkShare, PrefillModel, Transfer
-from .planner import Group, Plan, Policy, Speeds, Standing, Step, plan
+from .planner import plan
+from .terms import Group, Plan, Policy, Speeds, Standing, Step
 
 __all__ = ["Actions", "Course", "Report"]
 
@@ -120,7 +121,9 @@ class Course:
     ) -> None:
         slo = math.inf if slo_s is None else slo_s
         if not slo > 0 or math.isnan(deadline_s) or new_tokens < 0:
-            raise ConfigError(f"slo_s={slo_s}, deadline_s={deadline_s}, new_tokens={new_tokens} make no sense")
+            raise ConfigError(f"slo_s={slo_s}, timeout={deadline_s}, new_tokens={new_tokens} make no sense")
+        if not all(0 <= cost < math.inf for cost in decode_s_per_token):
+            raise ConfigError(f"decode_s_per_token={tuple(decode_s_per_token)}: seconds are at least 0, and finite")
         self.groups = list(groups)
         self.link = link
         self.policy = policy or Policy()
@@ -257,7 +260,11 @@ class Course:
     def decide(self, now: float) -> Actions:
         """Plan, and say what is to be begun now. Whatever it says must be told back by `started` and `computing`."""
         if now >= self._began + self._deadline_s:
-            return self._end(now)
+            if self._computing is None:
+                return self._end(now)
+            # Whoever computes cannot be interrupted, and what he computes is there then.
+            self._use_link(False)
+            return Actions((), None, tuple(self.in_flight), False, math.inf)
         room = self._aim - now - self.suffix_s()
         if self.ready and self._computing is None and not self._refining and room <= 0:
             return self._end(now)  # refining would be at the cost of the first token
@@ -360,3 +367,9 @@ class Course:
     def close(self, now: float) -> None:
         """It is over, however far it came."""
         self._end(now)
+
+    def abandon(self) -> None:
+        """Whoever it was for is gone, without a word. From a garbage collection: takes no lock."""
+        if self._joined:
+            self._joined = False
+            self.link.left_unsaid()

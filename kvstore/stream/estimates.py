@@ -3,6 +3,7 @@ the clock is the caller's, so a test can give any."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import deque
@@ -128,11 +129,12 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 class Transfer:
     """One transfer under way on a `LinkShare`."""
 
-    __slots__ = ("began", "nbytes")
+    __slots__ = ("began", "most", "nbytes")
 
     def __init__(self, nbytes: int, began: float) -> None:
         self.nbytes = nbytes
         self.began = began
+        self.most = 1  # transfers under way at once while it was
 
 
 class LinkShare:
@@ -140,8 +142,10 @@ class LinkShare:
     thread-safe.
 
     Each transfer that ends is a measurement: its bytes over the time since the one before it ended (since it was asked
-    for and the latency has passed, if the link was idle), and those of the last two together, whichever is slower. A
-    slower one counts at once, a faster one by half: to be too slow costs some quality, to be too fast costs the SLO.
+    for and the latency has passed, if the link was idle), and those of the last two together, whichever is slower. If
+    more than two were under way, maybe side by side, those that end last seem to come in no time: then it is the bytes
+    of the last so many together. A slower one counts at once, a faster one by half: to be too slow costs some quality,
+    to be too fast costs the SLO.
 
     Args:
         bytes_per_s: the speed to begin with (a figure of `kvstore-bench io`, the last run's); None: not known.
@@ -166,9 +170,10 @@ class LinkShare:
         self._measured: deque[float] = deque(maxlen=_REMEMBERED)
         self._active: set[Transfer] = set()
         self._requests = 0
+        self._gone: deque[None] = deque()  # streams that were dropped; counted out by whoever has the lock next
         self._busy_from = -math.inf  # when bytes could come at the earliest, after the link was idle
         self._ended = -math.inf  # when the last transfer ended
-        self._last = (0, 0.0)  # bytes and seconds of the measurement before
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)  # bytes and seconds of what has ended
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -184,7 +189,7 @@ class LinkShare:
     @property
     def requests(self) -> int:
         """How many streams use it."""
-        return self._requests
+        return max(0, self._requests - len(self._gone))
 
     def answered(self, seconds: float) -> None:
         """A request for hardly any bytes took so long: the latency is not more. The least of them counts."""
@@ -199,7 +204,14 @@ class LinkShare:
     def leave(self) -> None:
         """One stream less."""
         with self._lock:
+            while self._gone:
+                self._gone.pop()
+                self._requests -= 1
             self._requests = max(0, self._requests - 1)
+
+    def left_unsaid(self) -> None:
+        """One stream less: it was dropped. From a garbage collection: takes no lock, which this thread may hold."""
+        self._gone.append(None)
 
     def begin(self, nbytes: int, now: float) -> Transfer:
         """A transfer of so many bytes was asked for."""
@@ -208,6 +220,9 @@ class LinkShare:
                 self._busy_from = now + self.latency_s
             transfer = Transfer(nbytes, now)
             self._active.add(transfer)
+            count = len(self._active)
+            for each in self._active:
+                each.most = max(each.most, count)
             return transfer
 
     def end(self, transfer: Transfer, now: float, *, nbytes: int | None = None) -> None:
@@ -221,15 +236,19 @@ class LinkShare:
             idle_end = min(self._busy_from, transfer.began + (now - transfer.began) * _MOST_LATENCY)
             seconds = now - max(self._ended, idle_end)
             if came > 0:
-                self._measure(came, max(0.0, seconds))
+                self._measure(came, max(0.0, seconds), transfer.most)
             elif self._total and (slower := self._at_most(transfer, now, len(self._active) + 1)) is not None:
                 self._total = min(self._total, slower)  # it was given up because it was overdue
             self._ended = now
 
-    def _measure(self, nbytes: int, seconds: float) -> None:
-        before, self._last = self._last, (nbytes, seconds)
-        both = before[1] + seconds
-        speeds = [n / s for n, s in ((nbytes, seconds), (before[0] + nbytes, both)) if s > 0]
+    def _measure(self, nbytes: int, seconds: float, together: int) -> None:
+        self._recent.append((nbytes, seconds))
+        speeds = []
+        for count in (1, 2) if together <= 2 else (together,):
+            some = list(itertools.islice(reversed(self._recent), count))
+            took = sum(each for _, each in some)
+            if took > 0:
+                speeds.append(sum(each for each, _ in some) / took)
         if not speeds:
             return
         speed = min(speeds)
@@ -251,7 +270,7 @@ class LinkShare:
         """
         with self._lock:
             total = self._total
-            count = max(1, self._requests + (not mine))
+            count = max(1, self._requests - len(self._gone) + (not mine))
             active = len(self._active)
             for transfer in self._active:
                 slower = self._at_most(transfer, now, active)
@@ -273,7 +292,9 @@ class LinkShare:
         return max(begun, self._ended), expected  # it may have had to wait for those that were asked for before it
 
     def _at_most(self, transfer: Transfer, now: float, active: int) -> float | None:
-        """The speed of the link that an overdue transfer speaks for; None: it is not overdue."""
+        """The speed of the link that an overdue transfer speaks for; None: it is not overdue, or brings no bytes."""
+        if transfer.nbytes <= 0:
+            return None
         begun, expected = self._begun(transfer, active)
         passed = now - begun
         return transfer.nbytes * active / (2 * passed) if passed > OVERDUE * expected else None

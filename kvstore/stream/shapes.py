@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.codec import LOSSY
 
-from .planner import Group
+from .terms import Group
 
 if TYPE_CHECKING:
     from kvstore.codec.base import Codec
@@ -28,10 +28,13 @@ class Shape(NamedTuple):
     lossless: bool
 
     @classmethod
-    def of(cls, header: Header, raw_bytes: int) -> Shape:
-        """Of records like the one that has this header."""
-        lossless = not any(segment.codec in LOSSY for segment in header.segments)
-        return cls(tuple(size / max(1, raw_bytes) for size in level_sizes(header)), lossless)
+    def of(cls, header: Header, raw_bytes: int, codec: Codec) -> Shape:
+        """Of records like the one that has this header. One that could not be encoded (it holds an inf, say) has one
+        level; its like have as many as the codec, so further levels that cost nothing are added."""
+        sizes = level_sizes(header)
+        sizes += sizes[-1:] * (codec.levels - len(sizes))
+        lossless = codec.lossless and not any(segment.codec in LOSSY for segment in header.segments)
+        return cls(tuple(size / max(1, raw_bytes) for size in sizes), lossless)
 
     @classmethod
     def guess(cls, codec: Codec) -> Shape:

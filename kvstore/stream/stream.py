@@ -19,8 +19,8 @@ from kvstore.scheduler import Priority, seconds_left
 from kvstore.targets import Progress, Want, flat_bytes
 
 from .course import Course, Report
-from .planner import Step
 from .shapes import level_sizes
+from .terms import Step
 
 if TYPE_CHECKING:
     from kvstore.backend import Outcome
@@ -122,7 +122,7 @@ class Stream(Mailbox):
         if into is not None:
             views = [flat_bytes(view, writable=True) for view in into]
             self._memory = {part.group: [views[i] for i in part.chunks] for part in parts}
-        self._finalizer = weakref.finalize(self, _let_go, self._loads, self._buffers)
+        self._finalizer = weakref.finalize(self, _let_go, self._loads, self._buffers, course)
         self._finalizer.atexit = False
         with self._locked():
             self._act()
@@ -154,8 +154,7 @@ class Stream(Mailbox):
     def __next__(self) -> ReadyGroup:
         with self._locked():
             self._course.hold(None)
-            if self._error is None and not self._finished:
-                self._act()
+            self._act()
         while True:
             if self._finished and self._leaving:
                 self._settle()
@@ -206,7 +205,8 @@ class Stream(Mailbox):
             raise
         with self._locked():
             self._course.computed(group, time.monotonic())
-            self._ready[group] = None
+            if not self._closed:
+                self._ready[group] = None
             self._act()
 
     def _settle(self) -> None:
@@ -262,11 +262,12 @@ class Stream(Mailbox):
     # The machine behind it. With the lock held.
 
     def _pump(self) -> None:
-        if not (self._finished or self._closed):
-            self._act()
+        self._act()
 
     def _act(self) -> None:
-        """Do what the course says."""
+        """Do what the course says; nothing once the stream is closed or has ended."""
+        if self._finished or self._closed:
+            return
         now = time.monotonic()
         found = self._course.decide(now)
         for step in found.cancel:
@@ -334,7 +335,7 @@ class Stream(Mailbox):
             load.completion = self._streamer.store.submit_get(
                 wants, priority=Priority.PREFETCH if more else Priority.DEMAND, deadline=self._deadline
             )
-        except ClosedError as error:
+        except KVStoreError as error:  # the store is closed, or cannot store such KV: no other want will do better
             self._course.ended(step, time.monotonic(), ok=False)
             self._fail_all(error)
             return
@@ -342,7 +343,7 @@ class Stream(Mailbox):
         load.completion.add_done_callback(functools.partial(self._done, load))
 
     def _fail_all(self, error: KVStoreError) -> None:
-        """The store is closed: there is nothing more to come."""
+        """The store takes no wants: there is nothing more to come."""
         self._error = error
         self._course.close(time.monotonic())
         self._finish()
@@ -405,8 +406,10 @@ def _settled(load: _Load) -> bool:
     return load.completion is None or load.completion.settled()
 
 
-def _let_go(loads: dict[Step, _Load], buffers: dict[int, Sequence[Buffer]]) -> None:
-    """A stream was dropped without having been closed."""
+def _let_go(loads: dict[Step, _Load], buffers: dict[int, Sequence[Buffer]], course: Course) -> None:
+    """A stream was dropped without having been closed. In a garbage collection, which may hold any lock but the
+    link's: that one is taken for arithmetic only."""
+    course.abandon()
     for load in list(loads.values()):
         if load.completion is not None:
             load.completion.cancel()

@@ -13,6 +13,8 @@ iterates.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -20,15 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ClosedError, ConfigError, KVStoreError
+from kvstore.metrics import Metric
 from kvstore.prefetch.plan import Chunk
 from kvstore.targets import flat_bytes
 
 from .course import Course, Report
 from .estimates import LinkShare, PrefillModel
-from .planner import Group, Policy
 from .shapes import Shape
 from .stream import ReadyGroup, Stream, TextPart
+from .terms import ABSENT, COMPUTED, Group, Policy
 
 if TYPE_CHECKING:
     from kvstore.record import Header
@@ -36,10 +39,25 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUP_CHUNKS", "Chunk", "ReadyGroup", "Stream", "Streamer", "TextPart"]
 
+logger = logging.getLogger("kvstore.stream")
+
 GROUP_CHUNKS = 6
 """Chunks of a stream group: 1,536 tokens of 256-token chunks, as in CacheGen."""
 
-_HEADS_SHARE = 0.2  # of the SLO, at most, to find out how large the levels are
+METRICS = (
+    Metric("kvstore_stream_requests_total", "counter", "Streams that came to their first token, or to nothing."),
+    Metric("kvstore_stream_violations_total", "counter", "Streams beyond their SLO, or with something missing."),
+    Metric("kvstore_stream_groups_total", "counter", "Groups by the level they had for the first token, or computed.",
+           ("level",)),
+    Metric("kvstore_stream_bytes_total", "counter", "Bytes of transfers that served, or were given up: loaded, wasted.",
+           ("result",)),
+    Metric("kvstore_stream_tokens_total", "counter", "Tokens by where they came from: loaded, computed.", ("source",)),
+    Metric("kvstore_stream_seconds_total", "counter",
+           "Seconds saved, or lost, against computing all of a prompt, by the prefill model.", ("result",)),
+)  # fmt: skip
+"""What a streamer counts in its store's metrics."""
+
+_HEADS_SHARE = 0.2  # of the SLO, or of all time, at most, to find out how large the levels are
 
 
 class Streamer:
@@ -82,6 +100,9 @@ class Streamer:
         self._counts: Counter[str] = Counter()
         self._levels: Counter[int] = Counter()
         self._saved_s = 0.0
+        self._metrics = store.metrics
+        for metric in METRICS:
+            self._metrics.define(metric)
         self._shapes: dict[tuple[int, ...], Shape] = {}
 
     def stream(
@@ -122,7 +143,9 @@ class Streamer:
             raise ConfigError("recompute= needs the streamer's prefill=: how long it takes; see PrefillModel.fit")
         begun = time.monotonic()
         seconds = self.store.config.blocking_timeout if timeout is None else timeout
-        patience = seconds if slo_s is None else min(seconds, _HEADS_SHARE * slo_s)
+        if (slo_s is not None and not slo_s > 0) or math.isnan(seconds) or new_tokens < 0:
+            raise ConfigError(f"slo_s={slo_s}, timeout={timeout}, new_tokens={new_tokens} make no sense")
+        patience = _HEADS_SHARE * min(seconds, math.inf if slo_s is None else slo_s)
         shape = self._shape(chunks, begun + patience)
         groups: list[Group] = []
         parts: list[TextPart] = []
@@ -163,18 +186,26 @@ class Streamer:
         if known is None:
             some = [chunks[0]] if len(chunks) == 1 else [chunks[0], chunks[-1]]
             asked = time.monotonic()
-            heads = self.store.submit_heads([chunk.key for chunk in some], deadline=deadline).result()
+            try:
+                heads = self.store.submit_heads([chunk.key for chunk in some], deadline=deadline).result()
+            except ClosedError:
+                raise
+            except KVStoreError as error:  # on_error="raise": for a stream it is a record that is not there
+                logger.info("the sizes of a prompt's levels could not be read: %s", error)
+                heads = [None] * len(some)
             found = next(((head, chunk) for head, chunk in zip(heads, some, strict=True) if head is not None), None)
             if found is None:  # maybe others are there; their headers will tell when they come
-                return Shape.guess(self.store._machinery.codec)
+                return Shape.guess(self.store.codec)
             self.link.answered(time.monotonic() - asked)
             known = self.learn(found[1], found[0])
         return known
 
     def learn(self, chunk: Chunk, header: Header) -> Shape:
-        """How large the levels of records like this one are: the first that is read tells."""
+        """How large the levels of records like this one are: the last that was read tells."""
+        shape = Shape.of(header, chunk.spec.raw_bytes, self.store.codec)
         with self._lock:
-            return self._shapes.setdefault(_name(chunk), Shape.of(header, chunk.spec.raw_bytes))
+            self._shapes[_name(chunk)] = shape
+        return shape
 
     def _ended(self, report: Report) -> None:
         with self._lock:
@@ -186,9 +217,26 @@ class Streamer:
             counts["computed_tokens"] += report.computed_tokens
             counts["failed_groups"] += report.failed
             counts["plans"] += report.plans
-            self._levels.update(level for level in report.levels if level >= 0)
+            levels = Counter(level for level in report.levels if level != ABSENT)
+            self._levels.update({level: count for level, count in levels.items() if level >= 0})
             if report.saved_s is not None:
                 self._saved_s += report.saved_s
+        saved = report.saved_s or 0.0
+        self._metrics.update(
+            (
+                ("kvstore_stream_requests_total", (), 1),
+                ("kvstore_stream_violations_total", (), report.violated),
+                ("kvstore_stream_bytes_total", ("loaded",), report.loaded_bytes),
+                ("kvstore_stream_bytes_total", ("wasted",), report.wasted_bytes),
+                ("kvstore_stream_tokens_total", ("loaded",), report.loaded_tokens),
+                ("kvstore_stream_tokens_total", ("computed",), report.computed_tokens),
+                ("kvstore_stream_seconds_total", ("saved" if saved >= 0 else "lost",), abs(saved)),
+                *(
+                    ("kvstore_stream_groups_total", ("computed" if level == COMPUTED else str(level),), count)
+                    for level, count in levels.items()
+                ),
+            )
+        )
 
     def count(self, name: str) -> None:
         """One more of something that `stats` tells."""

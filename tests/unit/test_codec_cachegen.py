@@ -380,6 +380,19 @@ def test_levels_out_of_order_are_refused() -> None:
         decoder.feed(memoryview(one))
 
 
+def test_a_profile_whose_tables_are_read_anew_between_two_levels() -> None:
+    """Tables are kept of some profiles only; the levels of a segment belong together all the same."""
+    profile = nested()
+    codec = CachegenCodec(profile)
+    parts = encode(codec, some(), 0, "bfloat16", 64)
+    out = bytearray(4096)
+    decoder = codec.decoder(memoryview(out))
+    for part in parts:
+        tables_for.cache_clear()
+        decoder.feed(memoryview(part))
+    assert out == decode(codec, parts, 4096)
+
+
 # Size.
 
 

@@ -113,6 +113,20 @@ def test_sums_that_hide_what_is_missing() -> None:
         assert not attempt(codec, [moved], nbytes)
 
 
+def test_streams_of_half_a_word() -> None:
+    """What is decoded on a GPU is looked at as words, all segments together."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from kvstore.codec.cachegen_kernel import decode_segments
+
+    profile = profiles()[0]
+    (part,), nbytes = segment(profile)
+    longer = changed(part, deltas=dict(zip(FIELDS, HEAD.unpack_from(part), strict=True))["deltas"] + 1) + b"\0"
+    assert not attempt(CachegenCodec(profile), [longer], nbytes)
+    with pytest.raises(CorruptRecord):
+        decode_segments([longer], torch.empty((1, nbytes // 2), dtype=torch.float16), profile)
+
+
 def test_steps_that_no_encoder_writes() -> None:
     for profile in profiles():
         parts, nbytes = segment(profile)

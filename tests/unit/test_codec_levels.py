@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.backend import Status
 from kvstore.dropping import pack_positions
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, PermanentError
 from kvstore.keys import Key
 from kvstore.layout import KVLayout
 from kvstore.prefetch import LayerPlan, Prefetcher
@@ -23,7 +23,7 @@ from kvstore.targets import HeadMemo
 from kvstore.testing import DictBackend, Fault, FaultyBackend
 from tests.faults.corpus import corrupt_variants
 from tests.faults.support import Unclosed, chain, payload, poisoned, soon, store_over
-from tests.unit.level_codec import LevelCodec, level_codec, masked
+from tests.unit.level_codec import LevelCodec, LevelDecoder, level_codec, masked
 
 LAYERS = 6
 LAYOUT = KVLayout(num_layers=LAYERS, num_kv_heads=2, head_dim=32)
@@ -305,6 +305,49 @@ def test_a_failed_refinement_leaves_the_coarse_level(stored: tuple[DictBackend, 
         assert (progress.level, got) == (2, whole)
 
 
+@pytest.mark.parametrize("error", [PermanentError("no library"), IndexError("a bug")])
+def test_a_decoder_that_fails_half_way_leaves_nothing_to_go_on_from(
+    stored: tuple[DictBackend, Key], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    backend, key = stored
+
+    def broken(self: LevelDecoder, part: memoryview) -> None:
+        np.frombuffer(self.dst, np.uint8)[::2] = 0x5A
+        raise error
+
+    with lossy(Unclosed(backend)) as store:
+        progress, (got,) = Progress(), poisoned(1, SPEC.raw_bytes)
+        want = Want(key, memoryview(got), SPEC, level=0, progress=progress)
+        assert store.submit_get([want]).result()[0].ok
+        with monkeypatch.context() as patch:
+            patch.setattr(LevelDecoder, "feed", broken)
+            assert store.submit_get([want._replace(level=1)]).result()[0].status is Status.ERROR
+        assert (progress.level, progress.complete) == (None, False)
+        assert store.submit_get([want._replace(level=1)]).result()[0].ok
+        assert got == masked(payload(key, SPEC.raw_bytes), 1)
+
+
+def test_what_holds_no_level_yet_may_be_used_for_something_else(codec: LevelCodec) -> None:
+    """A read that failed half-way through level 0 leaves undefined memory; the next one begins anew."""
+    spec = kv_spec(KVLayout(num_layers=40, num_kv_heads=8, head_dim=64), "float16", 64)
+    (key,), faulty = chain(1), FaultyBackend(DictBackend())
+    raw = payload(key, spec.raw_bytes)
+    with lossy(faulty, buffer_pool_bytes=1 << 20) as store:  # some layers at a time
+        assert store.submit_put([Item(key, spec.split(memoryview(raw)), spec)]).result()[0].ok
+        progress, (got,) = Progress(), poisoned(1, spec.raw_bytes)
+        want = Want(key, memoryview(got), spec, level=0, progress=progress)
+        for fault in (Fault.ok(), Fault.ok(), Fault.ok(), Fault.error()):  # the header takes two reads
+            faulty.push(fault, operation="get")
+        done = store.submit_get([want])
+        assert done.result()[0].status is Status.ERROR
+        assert done.settled(10)
+        assert set(got[: spec.sizes[0]]) != {0xA5}  # something came
+        assert progress.level is None
+        got[:] = bytes(len(got))
+        assert store.submit_get([want]).result()[0].ok
+        assert got == masked(raw, 0)
+
+
 def test_a_pool_buffer_of_a_progress_is_pinned_while_it_is_read(stored: tuple[DictBackend, Key]) -> None:
     backend, key = stored
     with lossy(Unclosed(backend)) as store, store.pool.acquire(SPEC.raw_bytes, 5) as buffer:
@@ -498,6 +541,18 @@ def test_a_memo_saves_reading_the_header_again_and_does_no_harm_when_it_is_wrong
 
 
 # Keys, prefetching.
+
+
+def test_another_models_profile_is_pointed_at(codec: LevelCodec, caplog: pytest.LogCaptureFixture) -> None:
+    codec.profile.model = "org/model"
+    with lossy(DictBackend()) as store:
+        store.key_context(model="org/model", layout=LAYOUT, dtype="bf16")
+        store.key_context(model="model", layout=LAYOUT, dtype="bf16")  # as integrations call a local folder
+        assert "org/model" not in caplog.text
+        for _ in range(2):
+            store.key_context(model="org/other", layout=LAYOUT, dtype="bf16")
+    (record,) = [record for record in caplog.records if "org/other" in record.message]
+    assert "org/model" in record.message
 
 
 def test_the_profile_is_in_the_key_and_the_level_is_not(codec: LevelCodec) -> None:

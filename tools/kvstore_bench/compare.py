@@ -5,6 +5,8 @@ client. The peer's client, with its memory registered, and whatever it consists 
 too (`peers/child.py`). Each side moves the same number of records of the same size, with the number of threads and, the
 peer, with the call that is fastest for it, found in short trials. CPU seconds are those of both ends. Every record of
 every call is compared byte for byte before the timing, ours also after it.
+
+LMCache is compared with otherwise: see `compare_lmcache`.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def run_compare(
     from .targets import BackendTarget
 
     if peer not in PEERS:
-        raise ConfigError(f"unknown peer {peer!r}; known peers: {', '.join(PEERS)}")
+        raise ConfigError(f"unknown peer {peer!r}; known peers: {', '.join(_ALL)}")
     if transport not in TRANSPORTS:
         raise ConfigError(f"unknown transport {transport!r}; choices: {', '.join(TRANSPORTS)}")
     plan = plan_run(sizes=sizes or SIZES, ops=ops, batch=batch, repeats=repeats, quick=quick, memory_bytes=memory_bytes)
@@ -211,14 +213,20 @@ class _Comparison:
         )
 
 
+_LMCACHE = "lmcache"
+_ALL = {**PEERS, _LMCACHE: "LMCache's own fs and fs_native adapters and ours, all through LMCache's own benchmark"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvstore-bench compare`."""
-    parser.epilog = "Peers: " + "; ".join(f"{name}: {what}" for name, what in PEERS.items()) + ". See docs/peers.md."
-    parser.add_argument("peer", metavar="PEER", help=" or ".join(PEERS))
+    parser.epilog = "Peers: " + "; ".join(f"{name}: {what}" for name, what in _ALL.items()) + ". See docs/peers.md."
+    parser.add_argument("peer", metavar="PEER", help=", ".join(_ALL))
     parser.add_argument("--sizes", metavar="LIST", help="record sizes (default 4MiB,32MiB)")
     parser.add_argument("--ops", default="put,get", metavar="LIST", help="get, put or both (default put,get)")
     parser.add_argument("--batch", type=int, metavar="N", help="records per pass (default 4 to 64, by size)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="pairs of passes per row (default 15, quick 7)")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="pairs of passes per row (default 15, quick 7; lmcache 5)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repeats: under a minute")
     parser.add_argument("--python", default="", metavar="PATH", help="interpreter that has the peer's wheel")
     parser.add_argument("--transport", default="tcp", metavar="NAME", help="of ours: tcp, ucx or shm (default tcp)")
@@ -229,10 +237,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do it. 0: everything verified; 1: something failed or came back wrong. Raises what `run_compare` raises."""
     prepare_outputs(args)
+    sizes = sizes_of(args.sizes) if args.sizes is not None else None
     with progress_bar() as progress:
+        if args.peer == _LMCACHE:
+            return write_outputs(_run_lmcache(args, sizes, progress), args)
         report = run_compare(
             args.peer,
-            sizes=sizes_of(args.sizes) if args.sizes is not None else None,
+            sizes=sizes,
             ops=[part.strip() for part in args.ops.split(",") if part.strip()],
             batch=args.batch,
             repeats=args.repeats,
@@ -243,6 +254,18 @@ def run(args: argparse.Namespace) -> int:
             command=_command(args),
         )
     return write_outputs(report, args)
+
+
+def _run_lmcache(args: argparse.Namespace, sizes: Sequence[int] | None, progress: Progress | None) -> Report:
+    from .compare_lmcache import run_compare_lmcache
+
+    for option, default in (("ops", "put,get"), ("batch", None), ("transport", "tcp")):
+        if getattr(args, option) != default:
+            raise ConfigError(f"--{option} means nothing with lmcache: its own benchmark stores and loads")
+    return run_compare_lmcache(
+        sizes=sizes, repeats=args.repeats, quick=args.quick, python=args.python, progress=progress,
+        command=_command(args),
+    )  # fmt: skip
 
 
 def _command(args: argparse.Namespace) -> str:

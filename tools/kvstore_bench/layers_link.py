@@ -26,29 +26,55 @@ class TokenBucket:
     served.
 
     Args:
+        bytes_per_s: the rate.
+        then: (seconds, rate) in order: from so many seconds after `start` on the rate is another one. Needs `start`.
         buffer: bytes that may come in before somebody takes them. An idle link brings nothing.
         clock, sleep: replaceable for tests.
 
     Raises:
-        ConfigError: a rate or a buffer that is not positive.
+        ConfigError: a rate or a buffer that is not positive, times that are not in order.
     """
 
     def __init__(
         self,
         bytes_per_s: float,
         *,
+        then: Sequence[tuple[float, float]] = (),
         buffer: int = _BUFFER_BYTES,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not bytes_per_s > 0 or buffer < 1:
             raise ConfigError(f"a rate of {bytes_per_s} bytes/s with a buffer of {buffer} makes no sense")
+        times = [0.0, *(when for when, _ in then)]
+        if times != sorted(times) or not all(rate > 0 for _, rate in then):
+            raise ConfigError(f"a link whose rate changes as {list(then)} makes no sense")
         self.bytes_per_s = float(bytes_per_s)
+        self._then = [(float(when), float(rate)) for when, rate in then]
+        self._started = float("inf")
         self._buffer_s = buffer / bytes_per_s
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._taken_until = -float("inf")  # when everything that was taken so far has come in
         self._transfers = 0
+
+    def start(self) -> None:
+        """The times of `then` count from now."""
+        with self._lock:
+            self._started = self._clock()
+
+    def _come_in(self, begin: float, nbytes: float) -> float:
+        """When so many bytes have come in, if the first of them may come at `begin`."""
+        rate = self.bytes_per_s
+        for when, after in self._then:
+            change = self._started + when
+            if change > begin:
+                before = (change - begin) * rate
+                if before >= nbytes:
+                    break
+                begin, nbytes = change, nbytes - before
+            rate = after
+        return begin + nbytes / rate
 
     @contextlib.contextmanager
     def transfer(self) -> Iterator[None]:
@@ -67,7 +93,7 @@ class TokenBucket:
         """Wait until so many bytes have come in, and take them. False, at once, if that is not before the deadline."""
         with self._lock:
             begin = max(self._taken_until, self._clock() - self._buffer_s)
-            ready = begin + nbytes / self.bytes_per_s
+            ready = self._come_in(begin, nbytes)
             if ready >= deadline:
                 return False
             self._taken_until = ready
