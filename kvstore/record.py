@@ -22,8 +22,8 @@ All integers little-endian.
 
 The table is level-major: level 0 of layers 0, 1, 2, …, of all of them; then level 1 of those layers that have one, in
 their order; then level 2, and so on. A level refines the one below it: a layer that has level n has all before it, of
-the same codec and the same raw length (that of the layer). Raw segments have no further levels. So every level is one
-run of bytes, and so are some layers of it.
+the same codec and the same raw length (that of the layer); together they are at most twice as long as that. Raw
+segments have no further levels. So every level is one run of bytes, and so are some layers of it.
 
 Segments of a KV chunk stored raw begin at multiples of 4 KiB, encoded ones at multiples of 64 bytes; segments of an
 opaque record hold at most 1 MiB each. Room for 512 bytes of meta is always kept, so the offsets of a raw record follow
@@ -69,6 +69,7 @@ KIND_KV = 1
 KIND_OPAQUE = 2
 HEADER_BYTES = 96
 RAW = 0  # codec number of a segment stored as it is
+MAX_LEVELS_SHARE = 2  # all levels of a layer are at most so many times its raw bytes
 
 MAX_SEGMENTS = 1 << 16
 MAX_META_BYTES = 1 << 16
@@ -338,7 +339,7 @@ def build_record(
     numbers = (RAW,) * count if codecs is None else codecs
     entries = [(layer, 0, segment) for layer, segment in enumerate(segments)]
     if refinements:
-        entries += _in_order(refinements, numbers)
+        entries += _in_order(refinements, numbers, segments, spec.sizes)
     meta_block = _pack_meta(meta)
     alignment = _alignment(spec.kind, spec.raw_bytes)
     head_bytes = HEADER_BYTES + _ENTRY.size * len(entries) + len(meta_block)
@@ -371,16 +372,26 @@ def build_record(
 
 
 def _in_order(
-    refinements: Sequence[tuple[int, int, memoryview]], codecs: Sequence[int]
+    refinements: Sequence[tuple[int, int, memoryview]],
+    codecs: Sequence[int],
+    coarse: Sequence[memoryview],
+    sizes: Sequence[int],
 ) -> list[tuple[int, int, memoryview]]:
     """The further levels in the order of the table. Raises `ConfigError` if they are not 1, 2, … of layers that may
-    have some."""
+    have some, or too long."""
     ordered = sorted(refinements, key=lambda each: (each[1], each[0]))
     reached = [0] * len(codecs)
-    for layer, level, _ in ordered:
+    lengths = [len(segment) for segment in coarse]
+    for layer, level, data in ordered:
         if not 0 <= layer < len(codecs) or codecs[layer] == RAW or level != reached[layer] + 1:
             raise ConfigError(f"level {level} of layer {layer} refines nothing that this record holds")
         reached[layer] = level
+        lengths[layer] += len(data)
+        if lengths[layer] > MAX_LEVELS_SHARE * sizes[layer]:
+            raise ConfigError(
+                f"with level {level} of layer {layer} its levels have {lengths[layer]} bytes, more than"
+                f" {MAX_LEVELS_SHARE} times its {sizes[layer]} raw bytes"
+            )
     if len(codecs) + len(ordered) > MAX_SEGMENTS:
         raise ConfigError(f"a record has at most {MAX_SEGMENTS} segments, not {len(codecs) + len(ordered)}")
     return ordered
@@ -460,6 +471,7 @@ def _check_levels(segments: Sequence[Segment], layers: int, key: Key | None) -> 
     """What follows the first `layers` entries, which hold level 0 of layers 0, 1, …, must be further levels of them,
     in order. Raises `CorruptRecord`."""
     reached = [0] * layers
+    lengths = [segment.length for segment in segments[:layers]]
     before = (1, -1)
     for segment in segments[layers:]:
         layer, level = segment.layer, segment.level
@@ -468,6 +480,9 @@ def _check_levels(segments: Sequence[Segment], layers: int, key: Key | None) -> 
         base = segments[layer]
         if segment.codec != base.codec or segment.codec == RAW or segment.raw_length != base.raw_length:
             raise CorruptRecord("the levels of a layer contradict each other", key=key)
+        lengths[layer] += segment.length
+        if lengths[layer] > MAX_LEVELS_SHARE * base.raw_length:  # else readers would make room for what is not there
+            raise CorruptRecord("the levels of a layer are too long together", key=key)
         reached[layer], before = level, (level, layer)
 
 

@@ -191,8 +191,6 @@ class Stager:
             logger.exception("decoding %s… failed", flight.key[:6].hex())
             message = f"decoding failed: {type(error).__name__}: {error}"
             rest = Outcome.failed(PermanentError(message, backend=target.name, operation="get", key=flight.key))
-        if flight.progress is not None:
-            flight.progress.forget()
         return rest
 
     @contextlib.contextmanager
@@ -291,8 +289,6 @@ class Stager:
         outcome = self._guard(target, flight, fetch)
         if not isinstance(outcome, Outcome):
             raise TypeError("fetching ends with an outcome")
-        if outcome is SUSPECT and flight.progress is not None:
-            flight.progress.forget()
         if flight.progress is not None and flight.progress.header is not None:
             _tell(flight, flight.progress.header)
         return outcome

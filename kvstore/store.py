@@ -58,6 +58,7 @@ class Store:
         backends: use these instead of opening `config.remote_url` (the store closes them); mostly for tests.
 
     Attributes:
+        codec: what records are encoded with.
         tiers: the hierarchy of the option `tiers`, with `announce`, `pin`, `unpin`, `usage`; None without it.
 
     Raises:
@@ -70,6 +71,8 @@ class Store:
         self.pool = machinery.pool
         self.metrics = machinery.metrics
         self.tiers = machinery.tiers
+        self.codec = machinery.codec
+        self._warned: set[str] = set()  # models that the codec's profile is not of
         self._finish = _first_error_raised if config.on_error == "raise" else _as_they_are
         self._dropped = weakref.finalize(self, close_dropped, machinery, repr(self))
         self._dropped.atexit = False  # the machinery sees to that itself
@@ -299,12 +302,18 @@ class Store:
     def key_context(self, *, model: str, layout: KVLayout, dtype: str, **fields: Any) -> KeyContext:
         """A `KeyContext` with the namespace, the codec and the id of its profile of this store's configuration.
 
+        Where the codec's profile was made of a model of another name, a warning says so: if it really is another one,
+        what comes back is worth little.
+
         Raises:
             ConfigError: a field that makes no sense; or the codec's profile is for another layout or dtype.
         """
         profile = self._machinery.codec.profile
         if profile is not None:
             profile.check_layout(layout, canonical_dtype(dtype))
+            if not profile.is_of(model) and model not in self._warned:
+                self._warned.add(model)
+                logger.warning("%s is used for KV of model %r", profile, model)
         own = {
             "namespace": self.config.namespace,
             "codec": self.config.remote_serde,

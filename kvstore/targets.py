@@ -121,6 +121,8 @@ class Progress:
     def unpin(self) -> None:
         """It has ended."""
         with self._lock:
+            if self.level is None:  # what is there is undefined, so it may become anything before the next read
+                self.forget()
             self._busy, hold = False, self._hold
         if hold is not None:
             hold.unpin()

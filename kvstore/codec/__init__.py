@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -106,7 +107,7 @@ def check_profile(name: str, profiles: Sequence[str]) -> None:
 
 
 def open_codec(name: str, profiles: Sequence[str] = ()) -> Codec:
-    """The codec called `name`, by a profile that is read from a file.
+    """The codec called `name`, by a profile that is read from a file; ready to work.
 
     Args:
         profiles: paths of profile files. The first is what is encoded with; segments of all of them can be decoded.
@@ -116,14 +117,40 @@ def open_codec(name: str, profiles: Sequence[str] = ()) -> Codec:
     """
     check_profile(name, profiles)
     if not profiles:
-        return codec_by_name(name)
+        return _ready(codec_by_name(name))
     from .profile import Profile, register
 
     loaded = [Profile.load(path) for path in profiles]
     codecs = [codec_by_name(name, profile) for profile in loaded]  # all are looked into now, not when a record comes
     for profile in loaded:
         register(profile)
-    return codecs[0]
+    return _ready(codecs[0])
+
+
+def _ready(codec: Codec) -> Codec:
+    """The codec, its loops compiled: seconds, once on a machine, for which no read with a deadline shall wait."""
+    if codec.lossless:
+        return codec
+    import numpy as np
+
+    from kvstore.layout import KVLayout, dtype_itemsize
+
+    from .base import RAW, SegmentInfo, UnknownProfile
+    from .floats import from_float32
+
+    layout, dtype = KVLayout(1, 1, 64), "bfloat16"
+    if codec.profile is not None:
+        layout, dtype = codec.profile.layout, codec.profile.dtypes[0]
+    tokens = 16
+    raw = memoryview(bytearray(layout.segment_bytes(tokens, dtype)))
+    noise = np.random.default_rng(0).standard_normal(layout.elements_per_token * tokens, np.float32)
+    from_float32(noise, dtype, raw)
+    about = SegmentInfo(dtype_itemsize(dtype), 0, layout, dtype, tokens, start=tokens, rope="applied")
+    levels = codec.encode(raw, about)
+    if levels[0].codec != RAW:
+        with contextlib.suppress(UnknownProfile):  # readers will say so
+            codec.decode_into([level.data for level in levels], raw)
+    return codec
 
 
 def codec_by_number(number: int) -> Codec:

@@ -26,6 +26,7 @@ from .kvt import KvtCodec, loops
 from .kvt_fitting import Basis, Histogram, basis_of, fit_arrays, plan_shifts
 from .kvt_statistics import METRICS, Prefilled, Runner, gather
 from .profile import Profile, register
+from .profiling import model_name
 
 __all__ = ["build_profile"]
 
@@ -117,7 +118,7 @@ def build_profile(
         "sinks": sinks, "raw_last": raw_last, "rounding": float(rounding), "metric": metric, "ridge": float(ridge),
         "step": float(step), "contexts": len(learn), "context_tokens": context,
     }  # fmt: skip
-    named = name or str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    named = name or model_name(model)
 
     def made(**more: Any) -> Profile:
         return Profile(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import xxhash
 
+from kvstore.codec.profiling import model_name
 from kvstore.errors import ConfigError
 from kvstore.layout import KVLayout
 
@@ -57,14 +57,6 @@ def cache_layout(model: Any, config: Any) -> KVLayout:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return KVLayout(config.num_hidden_layers, kv_heads, head_dim)
-
-
-def model_name(model: Any) -> str:
-    """The model's `name_or_path`, of a local folder only the last part; else the name of its class."""
-    name = str(getattr(model, "name_or_path", "") or model.config.name_or_path or "")
-    if os.path.isdir(name):  # a path means nothing on another host
-        name = os.path.basename(os.path.abspath(name))
-    return name or type(model).__name__
 
 
 def weights_fingerprint(model: Any) -> str:

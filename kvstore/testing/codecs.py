@@ -107,6 +107,7 @@ class CodecSuite:
         for each in encoded:
             assert (each.data.format, each.data.ndim, each.data.c_contiguous) == ("B", 1, True)
             assert len(each.data) <= len(raw)
+        assert sum(len(each.data) for each in encoded) <= 2 * len(raw)
         again = codec.encode(memoryview(raw), about)
         assert [bytes(each.data) for each in again] == [bytes(each.data) for each in encoded], "not deterministic"
         if encoded[0].codec == RAW:

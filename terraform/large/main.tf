@@ -30,14 +30,15 @@ module "network" {
 }
 
 module "object_store" {
-  source              = "../modules/object_store"
-  name                = var.name
-  bucket_base         = var.bucket_base
-  express_zone_ids    = var.gpu_zone_ids
-  s3express_zones     = var.s3express_zones
-  expiration_days     = { "kv/" = var.keep_in_s3 ? max(var.ttl_days, local.express_days) : local.express_days }
-  intelligent_tiering = var.intelligent_tiering
-  force_destroy       = var.force_destroy
+  source                  = "../modules/object_store"
+  name                    = var.name
+  bucket_base             = var.bucket_base
+  express_zone_ids        = var.gpu_zone_ids
+  s3express_zones         = var.s3express_zones
+  expiration_days         = { "kv/" = var.ttl_days }
+  express_expiration_days = { "kv/" = local.express_days }
+  intelligent_tiering     = var.intelligent_tiering
+  force_destroy           = var.force_destroy
 }
 
 module "settings" {
@@ -60,6 +61,8 @@ module "iam" {
   express_bucket_arns = values(module.object_store.express_bucket_arns)
   kms_key_arns        = [module.object_store.kms_key_arn]
   secret_arns         = module.settings.secret_arns
+  model_urls          = startswith(var.engine.model, "s3://") ? [var.engine.model] : []
+  trusted_arns        = var.trusted_arns
 }
 
 module "cluster" {
@@ -92,14 +95,15 @@ module "cluster" {
 }
 
 module "observability" {
-  source          = "../modules/observability"
-  name            = var.name
-  emails          = var.emails
-  thresholds      = var.thresholds
-  log_group_names = module.cluster.log_group_names
-  bucket          = { name = module.object_store.bucket, filter_id = module.object_store.metrics_filter_id }
-  cloudtrail      = var.audit.cloudtrail
-  config_recorder = var.audit.config
+  source           = "../modules/observability"
+  name             = var.name
+  emails           = var.emails
+  thresholds       = var.thresholds
+  log_group_names  = module.cluster.log_group_names
+  log_field_prefix = "log_processed." # the add-on of CloudWatch puts a line's own fields below this name
+  bucket           = { name = module.object_store.bucket, filter_id = module.object_store.metrics_filter_id }
+  cloudtrail       = var.audit.cloudtrail
+  config_recorder  = var.audit.config
 }
 
 module "budget" {

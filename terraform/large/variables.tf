@@ -100,7 +100,7 @@ variable "nat" {
 }
 
 variable "gpu" {
-  description = "GPU nodes (modules/cluster): types by preference, spot with on-demand fallback, EFA, the most GPUs, how long an empty node stays, and the pinned image of EKS."
+  description = "GPU nodes (modules/cluster): types by preference, spot with on-demand fallback, EFA, the most GPUs in each zone, how long an empty node stays, and the pinned image of EKS."
   type = object({
     instance_types    = optional(list(string), ["g6.48xlarge", "g5.48xlarge"])
     spot              = optional(bool, true)
@@ -246,6 +246,13 @@ variable "intelligent_tiering" {
   description = "Whether records go to S3 Intelligent-Tiering; pays from a month of life on."
   type        = bool
   default     = false
+  nullable    = false
+}
+
+variable "trusted_arns" {
+  description = "Roles and users of this account that may take the roles reader, writer and evictor (output role_arns): people who look with kvstore doctor, and whatever runs the sweep."
+  type        = list(string)
+  default     = []
   nullable    = false
 }
 

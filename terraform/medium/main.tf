@@ -40,14 +40,15 @@ module "network" {
 }
 
 module "object_store" {
-  source              = "../modules/object_store"
-  name                = var.name
-  bucket_base         = var.bucket_base
-  express_zone_ids    = var.gpu_zone_ids
-  s3express_zones     = var.s3express_zones
-  expiration_days     = { "kv/" = var.keep_in_s3 ? max(var.ttl_days, local.express_days) : local.express_days }
-  intelligent_tiering = var.intelligent_tiering
-  force_destroy       = var.force_destroy
+  source                  = "../modules/object_store"
+  name                    = var.name
+  bucket_base             = var.bucket_base
+  express_zone_ids        = var.gpu_zone_ids
+  s3express_zones         = var.s3express_zones
+  expiration_days         = { "kv/" = var.ttl_days }
+  express_expiration_days = { "kv/" = local.express_days }
+  intelligent_tiering     = var.intelligent_tiering
+  force_destroy           = var.force_destroy
 }
 
 module "shared_files" {
@@ -93,6 +94,8 @@ module "iam" {
   kms_key_arns        = concat([module.object_store.kms_key_arn], module.valkey[*].kms_key_arn)
   secret_arns         = concat(module.settings.secret_arns, module.valkey[*].secret_arn)
   log_group_arns      = module.gpu_nodes.log_group_arns
+  model_urls          = startswith(var.model.id, "s3://") ? [var.model.id] : []
+  trusted_arns        = var.trusted_arns
 }
 
 module "gpu_nodes" {
@@ -155,4 +158,5 @@ module "schedule" {
   working_size            = { min = var.capacity.min, desired = var.capacity.desired }
   nights                  = var.nights
   idle_stop               = var.idle_stop
+  snapshots               = var.snapshots
 }

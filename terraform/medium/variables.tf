@@ -294,6 +294,13 @@ variable "intelligent_tiering" {
   nullable    = false
 }
 
+variable "trusted_arns" {
+  description = "Roles and users of this account that may take the roles reader, writer and evictor (output role_arns): people who look with kvstore doctor, and whatever runs the sweep."
+  type        = list(string)
+  default     = []
+  nullable    = false
+}
+
 variable "emails" {
   description = "Addresses for alarms and the budget."
   type        = list(string)
@@ -327,6 +334,16 @@ variable "idle_stop" {
   type        = bool
   default     = false
   nullable    = false
+}
+
+variable "snapshots" {
+  description = "Daily EBS snapshots of the volumes with these tags (modules/schedule), such as one of yours that holds models; null: none, since caches are computed again."
+  type = object({
+    tags = map(string)
+    at   = optional(string, "03:00")
+    keep = optional(number, 7)
+  })
+  default = null
 }
 
 variable "audit" {

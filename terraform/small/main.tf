@@ -50,6 +50,8 @@ module "iam" {
   kms_key_arns   = [module.object_store.kms_key_arn]
   secret_arns    = module.settings.secret_arns
   log_group_arns = module.gpu_nodes.log_group_arns
+  model_urls     = startswith(var.model.id, "s3://") ? [var.model.id] : []
+  trusted_arns   = var.trusted_arns
 }
 
 module "gpu_nodes" {
@@ -98,4 +100,5 @@ module "schedule" {
   working_size            = { min = 0, desired = 1 }
   nights                  = var.nights
   idle_stop               = var.idle_stop
+  snapshots               = var.snapshots
 }

@@ -10,8 +10,9 @@ from tests.terraform.support import MODULES, STATIC, STEPS, VARIABLES, assert_so
 
 _NAMES = sorted(path.name for path in MODULES.iterdir() if list(path.glob("*.tf")))
 _CASES = sorted(VARIABLES.glob("*.json"))
-# By default these go all the way; the others are validated and their own tests run.
-_ALL_THE_WAY = {"budget", "iam.ec2", "network", "object_store", "schedule", "shared_files.lustre", "valkey.serverless"}
+# By default these go all the way, since they are no part of the small size, which does (test_roots.py); the others are
+# validated and their own tests run.
+_ALL_THE_WAY = {"shared_files.lustre", "valkey.serverless"}
 
 
 def _module(case: Path) -> str:

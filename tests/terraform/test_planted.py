@@ -108,6 +108,11 @@ _FAULTS = [
         "transit_encryption_enabled = true", "transit_encryption_enabled = false", "clear text", case="cluster",
     ),
     Fault(
+        "words that EC2 does not take", "values", "shared_files/main.tf",
+        '"Shared file system of kvstore"', '"kvstore\'s shared file system"', "EC2 takes letters", case="efs",
+        slow=True,
+    ),
+    Fault(
         "transition on a directory bucket", "values", "object_store/main.tf",
         _EXPRESS_ABORT, '    transition {\n      days = 1\n      storage_class = "GLACIER"\n    }\n' + _EXPRESS_ABORT,
         "expiration and abort",

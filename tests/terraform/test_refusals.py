@@ -15,7 +15,7 @@ from tests.terraform.support import MODULES, check, variables
 _CASES: dict[str, tuple[str, str | None, dict[str, Any], list[str]]] = {
     "zone without S3 Express": (
         "object_store", None, {"express_zone_ids": ["use1-az1"]},
-        ["S3 Express does not exist in use1-az1", "write one of use1-az4, use1-az5, use1-az6", "s3express_zones"],
+        ["S3 Express does not exist in use1-az1", "write one of use1-az4, use1-az5, use1-az6. If", "s3express_zones"],
     ),
     "zone of another region": (
         "object_store", None, {"express_zone_ids": ["usw2-az1"]},

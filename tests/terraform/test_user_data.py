@@ -224,6 +224,29 @@ def test_disk_that_is_mounted_stays(scripts: dict[str, str], machine: Machine) -
     assert not machine.called("mount")
 
 
+def test_disks_that_the_image_mounted_are_used_and_its_unit_stays(scripts: dict[str, str], machine: Machine) -> None:
+    machine.double("mountpoint", 'test "$2" = /opt/dlami/nvme')
+    assert machine.run(scripts["wheels"], "disk").returncode == 0
+    assert machine.called("mount") == [["--bind", "/opt/dlami/nvme", f"{machine.root}/nvme"]]
+    # Disabled, it would not mount them after a restart, and then they are in use by nobody that we know.
+    assert not machine.called("systemctl")
+    assert not machine.called("mkfs.xfs")
+    unit = units_of(machine, scripts["wheels"])["kvstore-boot.service"]
+    assert "After=network-online.target dlami-nvme.service\n" in unit
+
+
+@pytest.mark.skipif(shutil.which("mdadm", path="/usr/bin:/bin") is not None, reason="this host has mdadm")
+def test_mdadm_is_installed_where_the_image_lacks_it(scripts: dict[str, str], machine: Machine) -> None:
+    made = machine.programs / "mdadm.made"
+    (machine.programs / "mdadm").rename(made)
+    machine.double("dnf", f"cp {made} {machine.programs}/mdadm")
+    machine.double("lsblk", f"printf '%s\\n' '{_STORE.format(1)}' '{_STORE.format(2)}'")
+    done = machine.run(scripts["wheels"], "disk")
+    assert done.returncode == 0, done.stderr
+    assert machine.called("dnf") == [["install", "-y", "-q", "mdadm"]]
+    assert len(machine.called("mdadm")) == 1
+
+
 def test_shared_files(scripts: dict[str, str], machine: Machine) -> None:
     assert machine.run(scripts["wheel"], "mount_shared").returncode == 0
     assert ["install", "-y", "-q", "lustre-client"] in machine.called("dnf")

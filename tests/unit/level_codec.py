@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import numpy as np
 
 import kvstore.codec
 from kvstore.codec.base import Codec, Decoder, Encoded, SegmentInfo, UnknownProfile, stored_raw
+from kvstore.codec.profile import Profile
 from kvstore.errors import CorruptRecord
 
 BITS = (8, 4, 4)
@@ -58,7 +60,10 @@ class LevelCodec(Codec):
     levels = 3
 
     def __init__(self) -> None:
-        self.profile: Any = SimpleNamespace(id="00112233445566aa", codec="kvt", check_layout=lambda layout, dtype: None)
+        self.profile: Any = SimpleNamespace(
+            id="00112233445566aa", codec="kvt", model="org/model", check_layout=lambda layout, dtype: None
+        )
+        self.profile.is_of = partial(Profile.is_of, self.profile)
         self.seen: list[SegmentInfo] = []
         self.profiles = {"p"}
         self.decoded: list[int] = []

@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.config import load_config
 from kvstore.errors import ConfigError
+from kvstore.options import parse_duration
 from kvstore.stream.estimates import PrefillModel
 from kvstore.stream.planner import COMPUTED, Group, Policy, Speeds, Standing
 from kvstore.stream.planner import plan as stream_plan
@@ -167,6 +168,9 @@ def test_the_recommended_configuration_is_one(requests: int, region: str) -> Non
     config = load_config(env={}, **advice["config"])
     assert len(config.urls) == len(advice["tiers"])
     assert config.remote_serde == "shuffle-zstd"
+    for tier, url in zip(advice["tiers"], config.urls, strict=True):
+        if url.scheme in ("s3", "valkeys"):
+            assert parse_duration(url.options["ttl"], name="ttl") == pytest.approx(tier["ttl_s"], rel=0.34)
 
 
 def test_every_tier_and_region_has_prices() -> None:

@@ -136,6 +136,29 @@ def test_verify_puts_damaged_records_aside(url: str, tmp_path: Path, capsys: pyt
         assert store.put_many({"a": b"new"})[0].ok
 
 
+def test_no_key_on_standard_input_is_not_every_key(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(record_file(tmp_path, "a"), -1)
+    for command in (("verify", url, "-", "--quarantine"), ("rm", url, "-")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+        assert run(capsys, *command)[0] == 0
+    assert len(run(capsys, "ls", url)[1]["records"]) == 3
+
+
+@pytest.mark.parametrize(
+    "command", [("ls",), ("stat",), ("verify",), ("rm", "--all", "--yes"), ("doctor", "--read-only")]
+)
+def test_looking_at_a_misspelt_folder_does_not_make_it(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "knv"
+    assert main([command[0], f"file://{wrong}", *command[1:]]) == (1 if command[0] == "doctor" else 2)
+    said = capsys.readouterr()
+    assert f"there is no folder {wrong}" in said.out + said.err
+    assert not wrong.exists()
+
+
 def test_a_record_that_was_cut(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = record_file(tmp_path, "a")
     path.chmod(0o600)
@@ -155,6 +178,8 @@ def test_rm(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 def test_rm_of_many_wants_to_be_sure(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rm", url, "--older-than", "0s", "--yes"]) == 2
+    assert "say --all" in capsys.readouterr().err
     assert main(["rm", url, "--all"]) == 2
     assert "--yes" in capsys.readouterr().err
     status, report = run(capsys, "rm", url, "--older-than", "1h", "--yes")

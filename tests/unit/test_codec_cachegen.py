@@ -367,6 +367,8 @@ def test_levels_out_of_order_are_refused() -> None:
     for wrong in ([parts[1]], [parts[0], parts[2]], [parts[0], parts[0]], [parts[0], others[1]], [*parts, parts[2]]):
         with pytest.raises(CorruptRecord):
             decode(codec, wrong, 4096)
+    with pytest.raises(CorruptRecord, match="not level 1 of this"):  # said before anything of it is decoded
+        decode(codec, [parts[0], others[1]], 4096)
     with pytest.raises(CorruptRecord, match="at least one level"):
         decode(codec, [], 4096)
     register(nested())  # known, but another profile

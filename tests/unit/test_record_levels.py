@@ -179,3 +179,22 @@ def test_kv_specs_say_what_they_are_of() -> None:
     spec = kv_spec(layout, "bf16", 8)
     assert (spec.layout, spec.dtype, spec.tokens) == (layout, "bfloat16", 8)
     assert spec == RecordSpec.of(KIND_KV, spec.sizes)  # readers compare sizes
+
+
+def test_the_levels_of_a_layer_are_bounded_together() -> None:
+    """Else a small file could claim 256 times the raw bytes, and a reader would make room for them."""
+    spec = RecordSpec.of(KIND_KV, (100,))
+
+    def built(count: int, length: int) -> bytes:
+        more = [(0, level, memoryview(bytes(length))) for level in range(1, count)]
+        return b"".join(build_record(KEY, spec, [memoryview(bytes(40))], meta={}, codecs=[5], refinements=more))
+
+    parse_header(built(9, 20), key=KEY)  # 40 + 8 * 20 == 2 * 100
+    with pytest.raises(ConfigError, match=r"level 8 of layer 0 .* 208 bytes"):
+        built(9, 21)
+    entries = table(built(9, 20))
+    entries[-1][LENGTH] += 1
+    longer = bytearray(with_table(built(9, 20), entries) + b"\0")
+    struct.pack_into("<Q", longer, 48, len(longer))
+    with pytest.raises(CorruptRecord, match="together"):
+        parse_header(reseal(bytes(longer)), key=KEY)

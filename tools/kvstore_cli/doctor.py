@@ -98,7 +98,7 @@ def _look(place: Place, config: Config, url: BackendURL, *, nbytes: int, read_on
     given |= dict.fromkeys(url.options.keys() - given.keys(), "in the URL")
     shown = ", ".join(f"{name} ({source})" for name, source in sorted(given.items())) or "all at their defaults"
     place.add("options", "ok", shown, options=sorted(given))
-    if url.scheme == "file" and not check_folder(place, url):
+    if url.scheme == "file" and not check_folder(place, url, read_only=read_only):
         return True
     if url.scheme == "s3":
         if not _s3_way(place, url, split.own, targets):

@@ -29,8 +29,8 @@ _STATS, _GETS = 5, 3
 _SLOW_MS = 100.0
 
 
-def check_folder(place: Place, url: BackendURL) -> bool:
-    """For file://: whether the folder is there, on what, and how full that is."""
+def check_folder(place: Place, url: BackendURL, *, read_only: bool) -> bool:
+    """For file://: whether the folder is there, on what, and how full that is. `read_only`: it is not to be made."""
     path = url.path
 
     def look() -> tuple[bool, bool, str]:
@@ -53,6 +53,11 @@ def check_folder(place: Place, url: BackendURL) -> bool:
         return False
     data: dict[str, Any] = {"file_system": kind, "free_bytes": usage.free, "total_bytes": usage.total}
     shown = f"on {kind}, {bytes_text(usage.free)} of {bytes_text(usage.total)} free"
+    if not there and read_only:
+        place.add(
+            "folder", "fail", f"there is no folder {path} ({nearest} is {shown})", "is the path spelt right?", **data
+        )
+        return False
     if not writable:
         place.add(
             "folder",

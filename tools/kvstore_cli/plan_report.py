@@ -310,15 +310,11 @@ def _recommendation(
             f"{fleet['instances']} and the tier, ${fleet['monthly_usd'] + best['monthly_usd']:,.0f}, with. By the hour "
             f"of GPU time the tier saves ${best['saved_usd']:,.0f} and costs ${best['monthly_usd']:,.0f}"
         )
-    plan = [
-        {
-            "tier": tier["name"],
-            "title": tier["title"],
-            "url": _url(tier["name"], inputs.machine, prices, size),
-            "ttl_s": min(_MOST_TTL, max(_LEAST_TTL, tier["idle_s"])),
-        }
-        for tier in chosen
-    ]
+    plan = []
+    for tier in chosen:
+        ttl = min(_MOST_TTL, max(_LEAST_TTL, tier["idle_s"]))
+        url = _url(tier["name"], inputs.machine, prices, size, ttl=ttl)
+        plan.append({"tier": tier["name"], "title": tier["title"], "url": url, "ttl_s": ttl})
     return {
         "size": size,
         "folder": f"terraform/{size}",
@@ -361,15 +357,18 @@ def _why_none(inputs: Inputs, tiers: list[dict[str, Any]]) -> list[str]:
     return reasons
 
 
-def _url(name: str, machine: Machine, prices: Prices, size: str) -> str:
+def _url(name: str, machine: Machine, prices: Prices, size: str, *, ttl: float) -> str:
+    """`ttl`, seconds: memory and disk of a host have none, since they evict what was used least."""
+    zone = _ZONES.get(prices.region, "use1-az4")
+    keep = f"ttl={round(ttl / 3600)}h" if ttl >= 3600 else f"ttl={round(ttl / 60)}min"
     memory = max(1, int(machine.memory_bytes * 0.25 / GB))
     disk = max(1, int(machine.nvme_bytes * 0.9 / GB))
     return {
         "dram": f"memory://?bytes={memory}GiB",
         "nvme": f"file:///nvme/kv?bytes={disk}GiB",
-        "s3": f"s3://kvstore-{size}/kv?region={prices.region}",
-        "s3express": f"s3://kvstore-{size}--{_ZONES.get(prices.region, 'use1-az4')}--x-s3/kv?region={prices.region}",
-        "valkey-node": "valkeys://cache.example.internal:6379",
+        "s3": f"s3://kvstore-{size}/kv?region={prices.region}&{keep}",
+        "s3express": f"s3://kvstore-{size}--{zone}--x-s3/kv?region={prices.region}&{keep}",
+        "valkey-node": f"valkeys://cache.example.internal:6379?{keep}",
     }[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -46,9 +47,13 @@ def open_places(text: str) -> Iterator[list[Backend]]:
     """The backends that a URL (or several, with commas) names, with the options of the environment, closed afterwards.
 
     Raises:
-        ConfigError: the URL, its scheme or an option is wrong.
+        ConfigError: the URL, its scheme or an option is wrong, or a folder is not there (opening it would make it, and
+            a path that is spelt wrong would look like an empty place).
     """
     config = load_config(text)
+    for url in config.urls:
+        if url.scheme == "file" and not os.path.isdir(url.path):
+            raise ConfigError(f"there is no folder {url.path}; check its spelling, and that its file system is mounted")
     with contextlib.ExitStack() as stack:
         backends = []
         for url in config.urls:

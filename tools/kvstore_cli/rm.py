@@ -32,6 +32,8 @@ def _rm(url: str, keys: Sequence[str], everything: bool, older_than: str, yes: b
     if sum(map(bool, (keys, everything, older_than))) != 1:
         raise ConfigError("name KEYs, or --all, or --older-than DURATION: one of the three")
     age = parse_duration(older_than, name="older-than") if older_than else 0.0
+    if older_than and age <= 0:
+        raise ConfigError(f"option 'older-than': {older_than!r} would be every record; say --all if that is meant")
     if not keys and not yes:
         raise ConfigError("this removes many records, which cannot be had back: say --yes")
     counts = {"removed": 0, "missing": 0, "failed": 0}

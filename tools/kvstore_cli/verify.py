@@ -27,7 +27,7 @@ def _verify(url: str, keys: Sequence[str], quarantine: bool, timeout: str, as_js
     """
     check_targets(as_json)
     seconds = seconds_of(timeout)
-    wanted = keys_of(keys)
+    wanted = keys_of(keys) if keys else None  # `-` with nothing on standard input is no key, not all of them
     good = total = 0
     bad: list[dict[str, Any]] = []
     with open_places(url) as backends:
@@ -50,10 +50,10 @@ def _verify(url: str, keys: Sequence[str], quarantine: bool, timeout: str, as_js
 
 
 def _records(
-    backends: Sequence[Backend], wanted: Sequence[Key], seconds: float, bad: list[dict[str, Any]]
+    backends: Sequence[Backend], wanted: Sequence[Key] | None, seconds: float, bad: list[dict[str, Any]]
 ) -> Iterator[tuple[Backend, Key, int]]:
-    """Which records to read, and their sizes; a wanted one that no place has goes to `bad`."""
-    if not wanted:
+    """Which records to read, and their sizes (None wanted: all); a wanted one that no place has goes to `bad`."""
+    if wanted is None:
         for backend in backends:
             for info in listed(backend, 86400.0):
                 yield backend, info.key, info.nbytes

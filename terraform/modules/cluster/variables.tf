@@ -141,7 +141,7 @@ variable "addons" {
 }
 
 variable "gpu" {
-  description = "GPU nodes that Karpenter makes: types by preference, zones, the most GPUs together, how long an empty node stays (its caches with it), GiB of the root volume, and the pinned image."
+  description = "GPU nodes that Karpenter makes: types by preference, zones, the most GPUs in each zone, how long an empty node stays (its caches with it), GiB of the root volume, and the pinned image."
   type = object({
     instance_types    = list(string)
     zone_ids          = list(string)

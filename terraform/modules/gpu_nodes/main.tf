@@ -279,7 +279,8 @@ resource "aws_autoscaling_group" "this" {
     }
   }
 
-  # Scaling and the schedule change it; a plan must not take that back.
+  # Scaling and the schedule change it; a plan must not take that back. (min_size it does take back: applying at night
+  # brings the smallest number of nodes back until the next stop.)
   lifecycle {
     ignore_changes = [desired_capacity]
   }

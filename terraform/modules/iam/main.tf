@@ -91,7 +91,7 @@ data "aws_iam_policy_document" "node" {
     for_each = length(var.secret_arns) > 0 ? [1] : []
     content {
       sid       = "Secrets"
-      actions   = ["secretsmanager:GetSecretValue"]
+      actions   = concat(["secretsmanager:GetSecretValue"], var.trust == "pods" ? ["secretsmanager:DescribeSecret"] : []) # the driver of pods looks for new versions
       resources = var.secret_arns
     }
   }
@@ -101,6 +101,28 @@ data "aws_iam_policy_document" "node" {
       sid       = "Downloads"
       actions   = ["s3:GetObject"]
       resources = var.download_arns
+    }
+  }
+  dynamic "statement" {
+    for_each = length(var.model_urls) > 0 ? [1] : []
+    content {
+      sid       = "Models"
+      actions   = ["s3:GetObject"]
+      resources = [for u in var.model_urls : "arn:${data.aws_partition.current.partition}:s3:::${trimsuffix(trimprefix(u, "s3://"), "/")}/*"]
+    }
+  }
+  # One for each folder: the bucket and the prefix belong together.
+  dynamic "statement" {
+    for_each = var.model_urls
+    content {
+      sid       = "ListModels${statement.key}"
+      actions   = ["s3:ListBucket"]
+      resources = ["arn:${data.aws_partition.current.partition}:s3:::${regex("^s3://([^/]+)", statement.value)[0]}"]
+      condition {
+        test     = "StringLike"
+        variable = "s3:prefix"
+        values   = ["${trimsuffix(regex("^s3://[^/]+/(.+)$", statement.value)[0], "/")}*"]
+      }
     }
   }
   dynamic "statement" {
@@ -189,6 +211,17 @@ data "aws_iam_policy_document" "trust" {
           variable = "aws:SourceArn"
           values   = [condition.value]
         }
+      }
+    }
+  }
+  dynamic "statement" {
+    for_each = length(var.trusted_arns) > 0 ? [1] : []
+    content {
+      sid     = "People"
+      actions = ["sts:AssumeRole"]
+      principals {
+        type        = "AWS"
+        identifiers = var.trusted_arns
       }
     }
   }

@@ -104,6 +104,28 @@ variable "download_arns" {
   }
 }
 
+variable "model_urls" {
+  description = "Folders of models on S3 that engines load (s3://bucket/prefix): nodes may list and read what lies below."
+  type        = list(string)
+  default     = []
+  nullable    = false
+  validation {
+    condition     = alltrue([for u in var.model_urls : can(regex("^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^*?]+$", u))])
+    error_message = "model_urls: write folders such as s3://acme-models/Qwen2.5-7B-Instruct, without wildcards."
+  }
+}
+
+variable "trusted_arns" {
+  description = "Roles and users of this account that may take the three roles, too: people (kvstore doctor), and whatever runs the sweep. Empty: nobody but instances or pods."
+  type        = list(string)
+  default     = []
+  nullable    = false
+  validation {
+    condition     = alltrue([for a in var.trusted_arns : can(regex("^arn:aws[a-z-]*:iam::[0-9]{12}:(role|user)/[A-Za-z0-9+=,.@_/-]+$", a))])
+    error_message = "trusted_arns: write ARNs of roles or users, such as arn:aws:iam::123456789012:role/ml-platform, without wildcards."
+  }
+}
+
 variable "ecr_repository_arns" {
   description = "ARNs of the ECR repositories that nodes pull images from."
   type        = list(string)

@@ -197,7 +197,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "express" {
   for_each = aws_s3_directory_bucket.this
   bucket   = each.value.bucket
   dynamic "rule" {
-    for_each = var.expiration_days
+    for_each = coalesce(var.express_expiration_days, var.expiration_days)
     content {
       id     = "expire-${rule.key == "" ? "all" : trimsuffix(rule.key, "/")}"
       status = "Enabled"

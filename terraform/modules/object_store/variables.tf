@@ -44,7 +44,7 @@ variable "express_zone_ids" {
   }
   validation {
     condition     = length(setsubtract(var.express_zone_ids, flatten(values(var.s3express_zones)))) == 0
-    error_message = "express_zone_ids: S3 Express does not exist in ${join(", ", setsubtract(var.express_zone_ids, flatten(values(var.s3express_zones))))}; write one of ${join(", ", flatten(values(var.s3express_zones)))}. If AWS has added a zone since (\"S3 Express One Zone Availability Zones and Regions\" in the S3 user guide), add it to s3express_zones."
+    error_message = "express_zone_ids: S3 Express does not exist in ${join(", ", setsubtract(var.express_zone_ids, flatten(values(var.s3express_zones))))}; write one of ${join(", ", coalescelist([for z in flatten(values(var.s3express_zones)) : z if contains([for w in var.express_zone_ids : split("-", w)[0]], split("-", z)[0])], flatten(values(var.s3express_zones)), ["(none is known)"]))}. If AWS has added a zone since (\"S3 Express One Zone Availability Zones and Regions\" in the S3 user guide), add it to s3express_zones."
   }
 }
 
@@ -52,9 +52,13 @@ variable "s3express_zones" {
   description = "Where S3 Express exists: region to zone ids. AWS adds zones; this is the list that was known when this was written."
   type        = map(list(string))
   default = {
-    us-east-1 = ["use1-az4", "use1-az5", "use1-az6"]
-    us-east-2 = ["use2-az1", "use2-az2"]
-    us-west-2 = ["usw2-az1", "usw2-az3", "usw2-az4"]
+    us-east-1      = ["use1-az4", "use1-az5", "use1-az6"]
+    us-east-2      = ["use2-az1", "use2-az2"]
+    us-west-2      = ["usw2-az1", "usw2-az3", "usw2-az4"]
+    ap-northeast-1 = ["apne1-az1", "apne1-az4"]
+    ap-south-1     = ["aps1-az1", "aps1-az3"]
+    eu-north-1     = ["eun1-az1", "eun1-az2", "eun1-az3"]
+    eu-west-1      = ["euw1-az1", "euw1-az3"]
   }
   nullable = false
   validation {
@@ -75,6 +79,20 @@ variable "expiration_days" {
   validation {
     condition     = alltrue([for p in keys(var.expiration_days) : p == "" || can(regex("^[^/].*/$", p))])
     error_message = "expiration_days: write prefixes that end in a slash and do not begin with one, such as kv/ (or \"\" for the whole bucket)."
+  }
+}
+
+variable "express_expiration_days" {
+  description = "The same for the directory buckets, whose storage costs five times as much; null: as expiration_days."
+  type        = map(number)
+  default     = null
+  validation {
+    condition     = alltrue([for d in values(coalesce(var.express_expiration_days, {})) : d >= 1 && floor(d) == d])
+    error_message = "express_expiration_days: write whole days, 1 or more, such as { \"kv/\" = 1 }; for less than a day give the URL the option ttl."
+  }
+  validation {
+    condition     = alltrue([for p in keys(coalesce(var.express_expiration_days, {})) : p == "" || can(regex("^[^/].*/$", p))])
+    error_message = "express_expiration_days: write prefixes that end in a slash and do not begin with one, such as kv/ (or \"\" for the whole bucket)."
   }
 }
 

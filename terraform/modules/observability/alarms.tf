@@ -3,7 +3,21 @@
 
 locals {
   ns = var.namespaces
-  t  = var.thresholds
+  defaults = {
+    ttft_p95_ms_warning       = 3000
+    ttft_p95_ms_critical      = 5000
+    hit_rate_percent_warning  = 50
+    hit_rate_percent_critical = 30
+    gpu_memory_percent        = 90
+    kv_cache_percent          = 95
+    gpu_use_percent_high      = 95
+    gpu_use_percent_low       = 10
+    gpu_use_minutes           = 15
+    valkey_memory_percent     = 90
+    efs_throughput_percent    = 80
+    efs_io_limit_percent      = 95
+  }
+  t = merge(local.defaults, var.thresholds)
   # name: namespace, metric, statistic, comparison, threshold, periods of 5 minutes, what to do
   ours = {
     ttft-p95-warning      = [local.ns.rag, "TTFT_P95", "Maximum", ">", local.t.ttft_p95_ms_warning, 3, "TTFT p95 is above ${local.t.ttft_p95_ms_warning} ms: look at hit rate and recompute ratio; a slow tier shows in the dashboard."]

@@ -2,6 +2,9 @@
 
 locals {
   audit = var.cloudtrail || var.config_recorder
+  trail = "${local.arn}:cloudtrail:${local.region}:${local.account}:trail/${var.name}" # known before it is made
+  # Who writes there, and what it says of itself: CloudTrail for which trail it comes, Config for which account.
+  auditors = { cloudtrail = ["aws:SourceArn", local.trail], config = ["aws:SourceAccount", local.account] }
 }
 
 resource "aws_s3_bucket" "audit" {
@@ -79,32 +82,38 @@ data "aws_iam_policy_document" "audit" {
       values   = ["false"]
     }
   }
-  statement {
-    sid       = "Look"
-    actions   = ["s3:GetBucketAcl", "s3:ListBucket"]
-    resources = [aws_s3_bucket.audit[0].arn]
-    principals {
-      type        = "Service"
-      identifiers = ["cloudtrail.amazonaws.com", "config.amazonaws.com"]
-    }
-    condition {
-      test     = "StringEquals"
-      variable = "aws:SourceAccount"
-      values   = [local.account]
+  dynamic "statement" {
+    for_each = local.auditors
+    content {
+      sid       = "Look${title(statement.key)}"
+      actions   = ["s3:GetBucketAcl", "s3:ListBucket"]
+      resources = [aws_s3_bucket.audit[0].arn]
+      principals {
+        type        = "Service"
+        identifiers = ["${statement.key}.amazonaws.com"]
+      }
+      condition {
+        test     = "StringEquals"
+        variable = statement.value[0]
+        values   = [statement.value[1]]
+      }
     }
   }
-  statement {
-    sid       = "Write"
-    actions   = ["s3:PutObject"]
-    resources = ["${aws_s3_bucket.audit[0].arn}/AWSLogs/${local.account}/*"]
-    principals {
-      type        = "Service"
-      identifiers = ["cloudtrail.amazonaws.com", "config.amazonaws.com"]
-    }
-    condition {
-      test     = "StringEquals"
-      variable = "aws:SourceAccount"
-      values   = [local.account]
+  dynamic "statement" {
+    for_each = local.auditors
+    content {
+      sid       = "Write${title(statement.key)}"
+      actions   = ["s3:PutObject"]
+      resources = ["${aws_s3_bucket.audit[0].arn}/AWSLogs/${local.account}/*"]
+      principals {
+        type        = "Service"
+        identifiers = ["${statement.key}.amazonaws.com"]
+      }
+      condition {
+        test     = "StringEquals"
+        variable = statement.value[0]
+        values   = [statement.value[1]]
+      }
     }
   }
 }

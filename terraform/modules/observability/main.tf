@@ -1,7 +1,11 @@
 # What the person on call looks at: dashboard, saved queries, traces.
 
 locals {
-  queries = { for f in fileset("${path.module}/queries", "*.query") : trimsuffix(f, ".query") => file("${path.module}/queries/${f}") }
+  fields = "ttft_ms|itl_ms|recompute_ratio|compression_ratio|cache_size_bytes|encoded_size_bytes|tokens_saved|input_tokens|output_tokens|model_name"
+  queries = {
+    for f in fileset("${path.module}/queries", "*.query") :
+    trimsuffix(f, ".query") => replace(file("${path.module}/queries/${f}"), "/\\b(${local.fields})\\b/", "${var.log_field_prefix}$1")
+  }
   widgets = concat(
     [
       ["Time to first token, ms", [[local.ns.rag, "TTFT_P95"], [local.ns.cachegen, "TTFT"]], "Maximum"],
@@ -72,7 +76,7 @@ resource "aws_xray_group" "this" {
   for_each = {
     all    = "service(\"kvstore\")"
     misses = "service(\"kvstore\") AND annotation.cache_hit = false"
-    slow   = "service(\"kvstore\") AND responsetime > ${var.thresholds.ttft_p95_ms_warning / 1000}"
+    slow   = "service(\"kvstore\") AND responsetime > ${local.t.ttft_p95_ms_warning / 1000}"
   }
   group_name        = "${var.name}-${each.key}"
   filter_expression = each.value

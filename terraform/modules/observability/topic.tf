@@ -50,12 +50,26 @@ data "aws_iam_policy_document" "key" {
     }
   }
   statement {
-    sid       = "Audit"
+    sid       = "Trail"
     actions   = ["kms:GenerateDataKey*", "kms:Decrypt", "kms:DescribeKey"]
     resources = ["*"]
     principals {
       type        = "Service"
-      identifiers = ["cloudtrail.amazonaws.com", "config.amazonaws.com"]
+      identifiers = ["cloudtrail.amazonaws.com"]
+    }
+    condition {
+      test     = "ArnEquals"
+      variable = "aws:SourceArn"
+      values   = [local.trail]
+    }
+  }
+  statement {
+    sid       = "Config"
+    actions   = ["kms:GenerateDataKey*", "kms:Decrypt", "kms:DescribeKey"]
+    resources = ["*"]
+    principals {
+      type        = "Service"
+      identifiers = ["config.amazonaws.com"]
     }
     condition {
       test     = "StringEquals"

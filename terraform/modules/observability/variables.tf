@@ -37,37 +37,28 @@ variable "sns_topic_arn" {
 }
 
 variable "thresholds" {
-  description = "When alarms go off. Percentages are of 100, TTFT is the 95th percentile in milliseconds."
-  type = object({
-    ttft_p95_ms_warning       = optional(number, 3000)
-    ttft_p95_ms_critical      = optional(number, 5000)
-    hit_rate_percent_warning  = optional(number, 50)
-    hit_rate_percent_critical = optional(number, 30)
-    gpu_memory_percent        = optional(number, 90)
-    kv_cache_percent          = optional(number, 95)
-    gpu_use_percent_high      = optional(number, 95)
-    gpu_use_percent_low       = optional(number, 10)
-    gpu_use_minutes           = optional(number, 15)
-    valkey_memory_percent     = optional(number, 90)
-    efs_throughput_percent    = optional(number, 80)
-    efs_io_limit_percent      = optional(number, 95)
-  })
-  default  = {}
-  nullable = false
+  description = "When alarms go off, as far as it is not at the defaults (alarms.tf). Percentages are of 100, TTFT is the 95th percentile in milliseconds."
+  type        = map(number)
+  default     = {}
+  nullable    = false
+  validation {
+    condition     = length(setsubtract(keys(var.thresholds), keys(local.defaults))) == 0
+    error_message = "thresholds: ${join(", ", setsubtract(keys(var.thresholds), keys(local.defaults)))} is not one of ${join(", ", keys(local.defaults))}."
+  }
   validation {
     condition     = alltrue([for name, v in var.thresholds : v >= 0 && v <= 100 if endswith(name, "_percent") || can(regex("_percent_", name))])
     error_message = "thresholds: percentages are 0 to 100."
   }
   validation {
-    condition     = var.thresholds.ttft_p95_ms_warning < var.thresholds.ttft_p95_ms_critical
+    condition     = merge(local.defaults, var.thresholds).ttft_p95_ms_warning < merge(local.defaults, var.thresholds).ttft_p95_ms_critical
     error_message = "thresholds: ttft_p95_ms_warning must be lower than ttft_p95_ms_critical."
   }
   validation {
-    condition     = var.thresholds.hit_rate_percent_warning > var.thresholds.hit_rate_percent_critical
+    condition     = merge(local.defaults, var.thresholds).hit_rate_percent_warning > merge(local.defaults, var.thresholds).hit_rate_percent_critical
     error_message = "thresholds: hit_rate_percent_warning must be higher than hit_rate_percent_critical, since a low rate is the bad one."
   }
   validation {
-    condition     = var.thresholds.gpu_use_minutes >= 5 && var.thresholds.gpu_use_minutes % 5 == 0
+    condition     = merge(local.defaults, var.thresholds).gpu_use_minutes >= 5 && merge(local.defaults, var.thresholds).gpu_use_minutes % 5 == 0
     error_message = "thresholds: gpu_use_minutes is a multiple of 5."
   }
 }
@@ -94,6 +85,17 @@ variable "log_group_names" {
   type        = list(string)
   default     = []
   nullable    = false
+}
+
+variable "log_field_prefix" {
+  description = "What stands before the names of kvstore's fields in these log groups: \"\" for lines as kvstore wrote them (CloudWatch agent), \"log_processed.\" for those of pods (Fluent Bit of the CloudWatch add-on)."
+  type        = string
+  default     = ""
+  nullable    = false
+  validation {
+    condition     = can(regex("^([A-Za-z_][A-Za-z0-9_]*\\.)*$", var.log_field_prefix))
+    error_message = "log_field_prefix: write names that each end in a dot, such as log_processed., or \"\"."
+  }
 }
 
 variable "valkey" {

@@ -235,7 +235,7 @@ resource "aws_vpc_security_group_egress_rule" "callbacks" {
 resource "aws_vpc_security_group_ingress_rule" "callbacks" {
   for_each                     = local.is_lustre ? local.ports : {}
   security_group_id            = var.client_security_group_id
-  description                  = "Lustre's lock callbacks: ${each.key}"
+  description                  = "Lock callbacks of Lustre: ${each.key}"
   referenced_security_group_id = aws_security_group.this[0].id
   ip_protocol                  = each.value.protocol
   from_port                    = each.value.from

@@ -55,6 +55,12 @@ ALIAS = {
     "kmsmasterkeyid": "KMSMasterKeyID",
 }
 SKIP = {"tags", "tags_all", "region", "id", "timeouts"}
+SECURITY_GROUPS = {
+    "aws_security_group",
+    "aws_vpc_security_group_ingress_rule",
+    "aws_vpc_security_group_egress_rule",
+}
+TEXT_OF_EC2 = re.compile(r"[A-Za-z0-9. _\-:/()#,@\[\]+=&;{}!$*]{0,255}")
 ZONE_ID = re.compile(r"[a-z]{3,5}[0-9]-(?:[a-z]{3}[0-9]-)?az[0-9]")
 
 
@@ -139,6 +145,8 @@ def rules(kind, v):
     elif kind == "aws_fsx_lustre_file_system" and v.get("efa_enabled"):
         if v.get("deployment_type") != "PERSISTENT_2" or not v.get("metadata_configuration"):
             yield "efa_enabled: needs deployment_type PERSISTENT_2 and metadata_configuration"
+    elif kind in SECURITY_GROUPS and not TEXT_OF_EC2.fullmatch(v.get("description") or ""):
+        yield f"description = {v['description']!r}: EC2 takes letters, digits, blanks and ._-:/()#,@[]+=&;{{}}!$*"
     elif kind == "aws_elasticache_replication_group" and not v.get("transit_encryption_enabled"):
         yield "transit_encryption_enabled: a password needs it, and records would travel in clear text"
 

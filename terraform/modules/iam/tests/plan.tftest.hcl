@@ -64,3 +64,25 @@ run "only_express" {
     error_message = "a statement without resources"
   }
 }
+
+run "people" {
+  command = plan
+  variables { trusted_arns = ["arn:aws:iam::123456789012:role/ml-platform"] }
+  assert {
+    condition     = one([for s in data.aws_iam_policy_document.trust.statement : one(s.principals).identifiers if s.sid == "People"]) == toset(var.trusted_arns) && length(data.aws_iam_policy_document.trust.statement) == 2
+    error_message = "people cannot take the roles, or instances no longer can"
+  }
+}
+
+run "models_on_s3" {
+  command = plan
+  variables { model_urls = ["s3://acme-models/qwen/7b/"] }
+  assert {
+    condition     = one([for s in data.aws_iam_policy_document.node.statement : s.resources if s.sid == "Models"]) == toset(["arn:aws:s3:::acme-models/qwen/7b/*"])
+    error_message = "the model cannot be read, or more than it can"
+  }
+  assert {
+    condition     = one([for s in data.aws_iam_policy_document.node.statement : [s.resources, one(s.condition).values] if s.sid == "ListModels0"]) == [toset(["arn:aws:s3:::acme-models"]), tolist(["qwen/7b*"])]
+    error_message = "the model cannot be listed, or more than it can"
+  }
+}

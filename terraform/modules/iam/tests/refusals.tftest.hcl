@@ -162,3 +162,19 @@ run "refuses_boundary_name" {
   }
   expect_failures = [var.permissions_boundary]
 }
+
+run "refuses_trust_in_everybody" {
+  command = plan
+  variables {
+    trusted_arns = ["*"]
+  }
+  expect_failures = [var.trusted_arns]
+}
+
+run "refuses_all_models" {
+  command = plan
+  variables {
+    model_urls = ["s3://acme-models/*"]
+  }
+  expect_failures = [var.model_urls]
+}

@@ -91,6 +91,19 @@ run "lifecycle" {
   }
 }
 
+run "express_expires_sooner" {
+  command = plan
+  variables { express_expiration_days = { "kv/" = 1 } }
+  assert {
+    condition     = alltrue([for c in aws_s3_bucket_lifecycle_configuration.express : [for r in c.rule : one(r.expiration[*].days) if r.id == "expire-kv"] == [1]])
+    error_message = "the dear storage is kept as long as the cheap one"
+  }
+  assert {
+    condition     = [for r in aws_s3_bucket_lifecycle_configuration.this.rule : one(r.expiration[*].days) if r.id == "expire-kv"] == [7]
+    error_message = "S3 expires as S3 Express does"
+  }
+}
+
 run "no_transitions_by_default" {
   command = plan
   assert {

@@ -177,3 +177,19 @@ run "refuses_short_kms_deletion" {
   }
   expect_failures = [var.kms_deletion_days]
 }
+
+run "refuses_half_days_of_express" {
+  command = plan
+  variables {
+    express_expiration_days = { "kv/" = 0.5 }
+  }
+  expect_failures = [var.express_expiration_days]
+}
+
+run "refuses_open_prefix_of_express" {
+  command = plan
+  variables {
+    express_expiration_days = { kv = 1 }
+  }
+  expect_failures = [var.express_expiration_days]
+}

@@ -168,3 +168,28 @@ run "refuses_half_days" {
   variables { audit_days = 0.5 }
   expect_failures = [var.audit_days]
 }
+
+run "lines_of_pods" {
+  command = plan
+  variables { log_field_prefix = "log_processed." }
+  assert {
+    condition     = alltrue([for q in aws_cloudwatch_query_definition.this : !can(regex("(^|[^.])\\b(ttft_ms|tokens_saved|model_name|input_tokens)\\b", q.query_string))]) && strcontains(aws_cloudwatch_query_definition.this["slow_ttft_by_model"].query_string, "pct(log_processed.ttft_ms, 95) as ttft_p95")
+    error_message = "queries read fields that pods' lines do not have"
+  }
+  assert {
+    condition     = strcontains(aws_cloudwatch_query_definition.this["hits_and_tokens_saved"].query_string, "like /kv_cache_hit/")
+    error_message = "a marker is no field"
+  }
+}
+
+run "refuses_prefix_without_dot" {
+  command = plan
+  variables { log_field_prefix = "log_processed" }
+  expect_failures = [var.log_field_prefix]
+}
+
+run "refuses_misspelt_threshold" {
+  command = plan
+  variables { thresholds = { ttft_p95 = 2000 } }
+  expect_failures = [var.thresholds]
+}
