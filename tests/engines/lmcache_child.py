@@ -90,6 +90,14 @@ def free_bytes(remote: Remote) -> int:
     return int(remote.cpu.memory_allocator.pin_allocator.total_allocated_size)
 
 
+def lost(remote: Remote, before: int) -> int:
+    """Bytes of the pool that are not given back within some seconds, in which backends let go of what they hold."""
+    end = time.monotonic() + 10
+    while free_bytes(remote) != before and time.monotonic() < end:
+        time.sleep(0.005)
+    return free_bytes(remote) - before
+
+
 def put_some(given: dict[str, Any]) -> Any:
     """Store the chunks `numbers` (of `tokens` tokens); their digests."""
     remote = Remote(given)
@@ -100,7 +108,7 @@ def put_some(given: dict[str, Any]) -> Any:
     failed = remote.backend.put_failed_count
     for obj in objects:
         obj.ref_count_down()
-    leaked = free_bytes(remote) - before
+    leaked = lost(remote, before)
     remote.close()
     return {"digests": digests, "failed": failed, "leaked": leaked}
 
@@ -130,7 +138,7 @@ def get_some(given: dict[str, Any]) -> Any:
     if one is not None:
         one.ref_count_down()
     ping = asyncio.run_coroutine_threadsafe(connection.ping(), remote.loop).result(60)
-    leaked = free_bytes(remote) - before
+    leaked = lost(remote, before)
     result = {
         "digests": digests, "shapes": shapes, "run": run, "prefix": lengths, "single": single, "ping": ping,
         "exists": [connection.exists_sync(k) for k in keys], "leaked": leaked, "seconds": seconds,
@@ -138,8 +146,52 @@ def get_some(given: dict[str, Any]) -> Any:
     if given.get("remove"):
         result["removed"] = [connection.remove_sync(k) for k in keys]
         result["after"] = [connection.exists_sync(k) for k in keys]
+    begin = time.monotonic()
     remote.close()
+    result["close_seconds"] = time.monotonic() - begin
     return result
+
+
+def cancel(given: dict[str, Any]) -> Any:
+    """Reads and writes that are cancelled `times` times, each after a little longer than the one before: bytes of the
+    pool that are lost, and references that are left of objects that were put."""
+    remote = Remote(given)
+    keys = [key(n) for n in given["numbers"]]
+    connection = remote.backend.connection
+    before, cancelled, counts = free_bytes(remote), 0, []
+
+    async def cut(call: Any, seconds: float) -> bool:
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(seconds)
+        task.cancel()
+        try:
+            got = await task
+        except asyncio.CancelledError:
+            return True
+        for obj in got or ():
+            if obj is not None:
+                obj.ref_count_down()
+        return False
+
+    for n in range(given["times"]):
+        seconds = n * 2e-4
+        calls = [connection.batched_get(keys), connection.batched_get_non_blocking("id", keys)]
+        if n % 4 == 0:
+            obj = remote.filled(n)
+            obj.ref_count_up()  # LMCache's wrapper of a connector counts down once for each put
+            calls.append(connection.put(key(1000 + n), obj))
+        for call in calls:
+            cancelled += asyncio.run_coroutine_threadsafe(cut(call, seconds), remote.loop).result(60)
+        if n % 4 == 0:
+            end = time.monotonic() + 10
+            while obj.get_ref_count() > 1 and time.monotonic() < end:
+                time.sleep(0.001)
+            counts.append(obj.get_ref_count())
+            obj.ref_count_down()
+    leaked = lost(remote, before)
+    after = [connection.exists_sync(k) for k in keys]
+    remote.close()
+    return {"leaked": leaked, "cancelled": cancelled, "after": after, "counts": counts, "put": len(counts)}
 
 
 def engine(given: dict[str, Any]) -> Any:
@@ -162,6 +214,8 @@ def engine(given: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    result = {"put": put_some, "get": get_some, "engine": engine}[sys.argv[1]](json.loads(sys.argv[2]))
+    result = {"put": put_some, "get": get_some, "cancel": cancel, "engine": engine}[sys.argv[1]](
+        json.loads(sys.argv[2])
+    )
     print(json.dumps(result), flush=True)
     os._exit(0)  # LMCache's monitors do not end by themselves

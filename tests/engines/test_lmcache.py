@@ -19,6 +19,7 @@ import yaml
 
 from kvstore.config import load_config
 from kvstore.errors import ConfigError
+from kvstore_bench.compare_lmcache import run_compare_lmcache
 
 from .support import environment, interpreter, run, run_child
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.engines
 
 _SURFACES = {"native_plugin": "KVStoreL2", "plugin": "KVStoreL2Adapter"}
 _CHILD = "lmcache_child.py"
+_SERDE_CHILD = "lmcache_serde_child.py"
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +87,13 @@ def _number(text: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def daemon(python: Path, url: str, log: Path) -> Iterator[tuple[int, int]]:
-    """`lmcache server` over our store: (its port, its HTTP port)."""
+def daemon(python: Path, spec: str, log: Path) -> Iterator[tuple[int, int]]:
+    """`lmcache server` over an adapter: (its port, its HTTP port)."""
     port, http = free_port(), free_port()
     command = [
         python.with_name("lmcache"), "server", "--host", "127.0.0.1", "--port", port, "--http-port", http,
         "--l1-size-gb", 1, "--no-l1-use-lazy", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto",
-        "--l2-adapter", adapter("native_plugin", url),
+        "--l2-adapter", spec,
     ]  # fmt: skip
     with log.open("a") as out:
         process = subprocess.Popen([str(part) for part in command], env=environment(), stdout=out, stderr=out)
@@ -113,7 +115,8 @@ def daemon(python: Path, url: str, log: Path) -> Iterator[tuple[int, int]]:
                 process.wait()
 
 
-def test_a_daemon_finds_everything_again_after_a_restart(python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["raw", "serde"])
+def test_a_daemon_finds_everything_again_after_a_restart(python: Path, tmp_path: Path, packed: bool) -> None:
     def bench(port: int, http: int) -> str:
         command = [
             python.with_name("lmcache"), "bench", "server", "--mode", "cpu", "--rpc-url", f"tcp://127.0.0.1:{port}",
@@ -122,18 +125,106 @@ def test_a_daemon_finds_everything_again_after_a_restart(python: Path, tmp_path:
         ]  # fmt: skip
         return run(command)
 
-    url = f"file://{tmp_path}/kv"
-    with daemon(python, url, tmp_path / "log") as (port, http):
+    spec = adapter("native_plugin", f"file://{tmp_path}/kv", **({"sizes": "at_most"} if packed else {}))
+    if packed:
+        spec = json.dumps({**json.loads(spec), "serde": {"type": "kvstore", "codec": "shuffle-zstd"}})
+    with daemon(python, spec, tmp_path / "log") as (port, http):
         output = bench(port, http)
         assert _number(output, "Checksum OK") == 4, output[-3000:]
         assert _number(output, "Checksum FAIL") == 0
-    with daemon(python, url, tmp_path / "log") as (port, http):
+    with daemon(python, spec, tmp_path / "log") as (port, http):
         bench(port, http)
         with urllib.request.urlopen(f"http://127.0.0.1:{http}/metrics") as reply:
             metrics = reply.read().decode()
     tokens = re.search(r"^lmcache_mp_lookup_hit_l2_tokens_total\{.*\} ([\d.]+)", metrics, re.MULTILINE)
     assert tokens, metrics[:2000]
     assert float(tokens[1]) == 8192  # 2 x 4 prompts of 1024 tokens: all of them, and from our store
+
+
+# Our codecs as its serde.
+
+
+def serde(python: Path, spec: dict[str, Any], numbers: list[int], **more: Any) -> Any:
+    return run_child(python, _SERDE_CHILD, json.dumps({"adapter": spec, "numbers": numbers, **more}))
+
+
+def spec_of(surface: str, url: str, sizes: str = "at_most", **options: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = json.loads(adapter(surface, url, sizes=sizes))
+    return {**spec, "serde": {"type": "kvstore", **options}}
+
+
+_RAW_BYTES = 2 * 4 * 64 * 256 * 2  # of one object of the child's
+
+
+@pytest.mark.parametrize(
+    ("surface", "options", "ratio", "off"),
+    [
+        ("native_plugin", {"codec": "int8", "head_size": 64, "max_workers": 2}, 0.53, 0.05),
+        ("plugin", {"codec": "fp8", "head_size": 64}, 0.53, 0.3),
+        ("plugin", {"codec": "shuffle-zstd"}, 0.95, 0),
+    ],
+)
+def test_its_serde_wrapper_uses_our_codecs(
+    python: Path, tmp_path: Path, surface: str, options: dict[str, Any], ratio: float, off: float
+) -> None:
+    spec = spec_of(surface, f"file://{tmp_path}/kv", **options)
+    got = serde(python, spec, [1, 2, 3])
+    assert got["stored"]
+    assert 0.3 * 3 * _RAW_BYTES < got["bytes"] < ratio * 3 * _RAW_BYTES
+    assert got["found"] == got["loaded"] == [True, True, True, False]
+    assert max(got["off"]) <= off
+    assert got["untouched"]
+    assert got["leaked"] == 0
+    again = serde(python, spec, [1, 2, 3], stored=True, damage=f"{tmp_path}/kv")
+    assert again["loaded"] == [False] * 4
+    assert again["leaked"] == 0
+
+
+def test_its_own_adapter_learns_to_see_damage(python: Path, tmp_path: Path) -> None:
+    """Its `fs` has no checksums; what our serde wrote has."""
+    spec = {"type": "fs", "base_path": f"{tmp_path}/kv", "serde": {"type": "kvstore", "codec": "raw"}}
+    got = serde(python, spec, [1, 2], **{"import": True})
+    assert got["loaded"] == [True, True, False]
+    assert got["off"] == [0, 0]
+    got = serde(python, spec, [1, 2], **{"import": True, "stored": True, "damage": f"{tmp_path}/kv"})
+    assert got["found"] == [True, True, False]
+    assert got["loaded"] == [False] * 3
+
+
+def test_with_exact_sizes_a_serde_gets_misses(python: Path, tmp_path: Path) -> None:
+    spec = spec_of("native_plugin", f"file://{tmp_path}/kv", sizes="exact", codec="int8", head_size=64)
+    got = serde(python, spec, [1])
+    assert (got["stored"], got["found"], got["loaded"]) == (True, [True, False], [False, False])
+    assert got["leaked"] == 0
+
+
+def test_a_serde_that_makes_no_sense_stops_it(python: Path, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"codec": "kvt"}, "where in the prompt a chunk begins"),
+        ({"codec": "int8"}, "needs option head_size"),
+        ({"codec": "zip"}, "unknown codec 'zip'"),
+        ({"codec": "raw", "level": 3}, "unknown option 'level'"),
+        ({"codec": "cachegen"}, "needs a profile"),
+        ({}, "option codec must name a codec"),
+        ({"codec": "raw", "max_workers": 0}, "max_workers"),
+        ({"codec": "raw"}, ""),
+    ]
+    spec = spec_of("native_plugin", f"file://{tmp_path}/kv", codec="raw")
+    said = serde(python, spec, [1], refuse=[options for options, _ in cases])
+    for (options, message), refusal in zip(cases, said, strict=True):
+        assert message in refusal, options
+        assert bool(message) == bool(refusal), options
+
+
+# Speed.
+
+
+def test_the_comparison_runs_the_real_one(tmp_path: Path, python: Path) -> None:
+    report = run_compare_lmcache(sizes=[1 << 20], repeats=2, python=str(python))
+    assert report.ok, report.notes
+    for op in ("store", "load"):
+        for peer in ("fs_native", "fs"):
+            assert report.figures[f"compare.lmcache.{op}.1MiB.vs_{peer}"].value > 0.01
 
 
 # In-process mode: what `remote_url` means.
@@ -215,6 +306,31 @@ def test_a_node_that_is_gone_costs_misses_not_time(python: Path) -> None:
     assert (got["digests"], got["run"], got["prefix"], got["ping"]) == ([None, None], 0, 0, 1)
     assert got["seconds"] < 2 * 2 + 1
     assert got["leaked"] == 0
+
+
+def test_a_place_that_hangs_holds_neither_references_nor_the_end(python: Path) -> None:
+    """Connections are taken, and nothing is ever said. Reads and writes end at their deadlines, `close` at its own."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"node://127.0.0.1:{silent.getsockname()[1]}"
+        got = child(python, "get", plugin=address, numbers=[0, 1], timeout=1, extra=_QUICK)
+        assert got["digests"] == [None, None]
+        assert got["leaked"] == 0
+        assert got["close_seconds"] < 5
+        stored = child(python, "put", plugin=address, numbers=[0], timeout=1, extra=_QUICK)
+        assert (stored["failed"], stored["leaked"]) == (1, 0)
+
+
+_QUICK = {f"remote_storage_plugin.kvstore.{name}": "1s" for name in ("lookup_timeout", "put_timeout", "close_timeout")}
+
+
+def test_what_lmcache_cancels_is_given_back(python: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/kv"
+    child(python, "put", plugin=url, numbers=[0, 1, 2])
+    got = child(python, "cancel", plugin=url, numbers=[0, 1, 2, 3], times=60)
+    assert got["leaked"] == 0
+    assert got["cancelled"] > 0
+    assert got["after"] == [True, True, True, False]
+    assert got["counts"] == [1] * got["put"]
 
 
 def test_its_engine_retrieves_in_a_new_process(python: Path, tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_run_from_the_command_line(fake: Callable[..., None], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["compare", "lmcache"], "unknown peer 'lmcache'; known peers: mooncake, nixl"),
+        (["compare", "hivecache"], "unknown peer 'hivecache'; known peers: mooncake, nixl, lmcache"),
         (["compare", "mooncake", "--transport", "pigeon"], "unknown transport 'pigeon'"),
         (["compare", "mooncake", "--sizes", "4parsec"], "unknown unit 'parsec'"),
         (["compare", "mooncake", "--ops", "delete"], "'delete' is not known"),
