@@ -35,6 +35,7 @@ from kvstore.integrations import _models
 from kvstore.integrations._batches import Reading, Row, real_tokens, two_dimensional
 from kvstore.integrations._models import weights_fingerprint, weights_token
 from kvstore.integrations._rotary import model_rotary
+from kvstore.integrations._streamed import Streamed, stream_prefix
 from kvstore.keys import KeyContext, chunk_keys
 from kvstore.layout import canonical_dtype
 from kvstore.prefetch import Chunk, LayerPlan, LoadedPart, Prefetcher
@@ -46,8 +47,9 @@ from kvstore.targets import Item
 if TYPE_CHECKING:
     from kvstore.sessions import Turn
     from kvstore.store import Store
+    from kvstore.stream import Streamer
 
-__all__ = ["KVCacheStore", "SaveResult", "weights_fingerprint"]
+__all__ = ["KVCacheStore", "SaveResult", "Streamed", "weights_fingerprint"]
 
 logger = logging.getLogger("kvstore.integrations.transformers")
 
@@ -327,6 +329,30 @@ class KVCacheStore:
             if row.begin + row.tokens != width:
                 raise ConfigError(f"row {number} of the attention mask has padding on the right; pad on the left")
         return self._load(rows, width, deadline)
+
+    def load_streamed(
+        self, input_ids: Any, streamer: Streamer, *, slo_s: float | None = None, timeout: float | None = None
+    ) -> Streamed:
+        """The KV of a prompt's full chunks within an SLO: what the link allows is loaded at the level that it allows,
+        the rest is computed by the model itself, group by group (docs/streaming.md). One prompt; its last token is
+        always left to compute.
+
+        What is computed behind a group that was loaded at a lossy level is computed over that; do not `save` such a
+        cache under a lossless codec's name: nothing can tell. The pool holds all that is loaded until the end; what it
+        has no room for is computed.
+
+        Args:
+            input_ids: token ids, `[tokens]` or `[1, tokens]`.
+            streamer: over this store. One with `prefill=` also computes; without it the cache ends at the first chunk
+                that is not there.
+            slo_s: seconds to the first token, from now; None: as fast as possible at the finest level.
+            timeout: seconds after which nothing more is waited for; None: the store's `blocking_timeout`.
+
+        Raises:
+            ConfigError: a batch, a streamer of another store, or numbers that make no sense.
+        """
+        self._notice_changes()
+        return stream_prefix(self, self._model, streamer, input_ids, slo_s, timeout)
 
     def load_turn(self, turn: Turn, *, timeout: float | None = None) -> tuple[DynamicCache, int]:
         """The KV of the leading pieces of a session's turn, as `load`: what was stored before a truncation is embedded

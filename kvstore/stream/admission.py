@@ -25,7 +25,7 @@ def load_is_faster(
 ) -> bool:
     """Whether loading `nbytes` takes less time than computing `tokens` tokens behind `begin` others. One or the other,
     not both at once: `plan` finds what is faster than either."""
-    if bytes_per_s <= 0:
+    if not bytes_per_s > 0:
         return False
     return latency_s + nbytes / bytes_per_s < prefill.seconds(begin, tokens)
 
@@ -47,7 +47,7 @@ def break_even_tokens(
     What computing takes longer than loading is a parabola of the length that opens upwards: beyond its lowest point it
     changes its sign once, at most.
     """
-    if bytes_per_s <= 0:
+    if not bytes_per_s > 0:
         return None
 
     def wins(tokens: int) -> bool:

@@ -237,8 +237,9 @@ class LinkShare:
             seconds = now - max(self._ended, idle_end)
             if came > 0:
                 self._measure(came, max(0.0, seconds), transfer.most)
-            elif self._total and (slower := self._at_most(transfer, now, len(self._active) + 1)) is not None:
-                self._total = min(self._total, slower)  # it was given up because it was overdue
+            elif (slower := self._at_most(transfer, now, len(self._active) + 1)) is not None:
+                # It was given up because it was overdue. If nothing else is known, too: else it would be begun anew.
+                self._total = slower if self._total is None else min(self._total, slower)
             self._ended = now
 
     def _measure(self, nbytes: int, seconds: float, together: int) -> None:

@@ -330,7 +330,17 @@ class _Planner:
         steps = self._steps(levels)
         coming = any(state.target is not None for i, state in enumerate(self._standing) if i not in computed)
         known = not self._unknown or not (steps or coming)
-        seconds = self._finish(m, levels) + self._suffix_s if known else math.inf
+        took = self._finish(m, levels) if known else math.inf
+        if self._unknown:  # nobody has looked yet whether it fits
+            meets = meets and took <= self._room_s
         abandon = tuple(i for i in computed if self._standing[i].target is not None)
         finest = max((group.finest for group in self._groups), default=0)
-        return Plan(tuple(steps), tuple(computed), tuple(final), seconds, meets and seconds < math.inf, abandon, finest)
+        return Plan(
+            tuple(steps),
+            tuple(computed),
+            tuple(final),
+            took + self._suffix_s,
+            meets and took < math.inf,
+            abandon,
+            finest,
+        )

@@ -156,7 +156,7 @@ class Stream(Mailbox):
             self._course.hold(None)
             self._act()
         while True:
-            if self._finished and self._leaving:
+            if self._finished and self._leaving and not self._closed:
                 self._settle()
             with self._locked():
                 ready = self._next_ready()
@@ -212,8 +212,10 @@ class Stream(Mailbox):
     def _settle(self) -> None:
         """Refinements that were given up may be in the middle of it: wait as long as the SLO's margin allows."""
         end = min(self._deadline, time.monotonic() + max(0.01, self._course.margin_s))
+        states = self._course.standing
         for load in self._leaving:
-            if load.completion is not None:
+            state = states[load.step.group]
+            if load.completion is not None and state.level >= 0 and not state.computed:  # else nobody will look at it
                 load.completion.settled(seconds_left(end))
         self._leaving.clear()
 

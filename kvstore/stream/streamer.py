@@ -13,7 +13,6 @@ iterates.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ClosedError, ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.metrics import Metric
 from kvstore.prefetch.plan import Chunk
 from kvstore.targets import flat_bytes
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from kvstore.store import Store
 
 __all__ = ["GROUP_CHUNKS", "Chunk", "ReadyGroup", "Stream", "Streamer", "TextPart"]
-
-logger = logging.getLogger("kvstore.stream")
 
 GROUP_CHUNKS = 6
 """Chunks of a stream group: 1,536 tokens of 256-token chunks, as in CacheGen."""
@@ -186,13 +183,7 @@ class Streamer:
         if known is None:
             some = [chunks[0]] if len(chunks) == 1 else [chunks[0], chunks[-1]]
             asked = time.monotonic()
-            try:
-                heads = self.store.submit_heads([chunk.key for chunk in some], deadline=deadline).result()
-            except ClosedError:
-                raise
-            except KVStoreError as error:  # on_error="raise": for a stream it is a record that is not there
-                logger.info("the sizes of a prompt's levels could not be read: %s", error)
-                heads = [None] * len(some)
+            heads = self.store.submit_heads([chunk.key for chunk in some], deadline=deadline).result()
             found = next(((head, chunk) for head, chunk in zip(heads, some, strict=True) if head is not None), None)
             if found is None:  # maybe others are there; their headers will tell when they come
                 return Shape.guess(self.store.codec)

@@ -33,7 +33,7 @@ TENSOR_LIBRARIES = {"torch", "transformers", "accelerate", "vllm", "sglang"}
 # Where tensors are; elsewhere in the core one may look for a loaded torch in `sys.modules`, but not import it.
 WITH_TENSORS = {"codec", "blend", "prefetch", "integrations"}
 # Where it may be imported inside functions only, by those who ask for a model.
-ON_DEMAND = {"kvstore.testing", "kvstore_bench"}
+ON_DEMAND = {"kvstore.testing", "kvstore_bench", "kvstore_bench.peers"}
 
 
 class Import(NamedTuple):

@@ -107,9 +107,11 @@ def test_embedded_levels_are_judged_each(tmp_path: Path, model: Path, capsys: py
 def test_bits_per_third(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tiny.kvprofile"
     assert main(["profile", str(texts(tmp_path / "texts", 0)), "--codec", "cachegen", "--levels", "8/5/3,8/6/4",
-                 "--tokens", "60", "--model", str(model), "--contexts", "1", "--out", str(file)]) == 0  # fmt: skip
+                 "--level", "0", "--tokens", "60", "--model", str(model), "--contexts", "1",
+                 "--out", str(file)]) == 0  # fmt: skip
     assert "bits [8, 5, 3]" in capsys.readouterr().out
     assert Profile.load(file).parameters["levels"][1]["bits"] == [8, 6, 4]
+    assert Profile.load(file).parameters["level"] == 0
 
 
 def test_command_lines_that_make_no_sense(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ class Setting:
     def quick(cls) -> Setting:
         """Under a minute once the profiles are made."""
         return cls(
-            requests=20, mean=768, most=2048, slo_s=0.8, side_runs=4, grid=(8, (1, 2, 4)), contexts=6,
+            requests=20, mean=768, most=2048, slo_s=0.7, side_runs=3, grid=(8, (1, 2, 4)), contexts=6,
         )  # fmt: skip
 
 
@@ -314,7 +314,8 @@ def _simulated(
     """The same planner in virtual time over many more links, with the sizes measured here: how the figures depend on
     what was chosen."""
     for text_slos, own in ((1.5, False), (2.0, False), (3.0, False), (2.0, True)):
-        many = replace(setting, requests=_SIMULATED, seed=setting.seed + 1, text_slos=text_slos)
+        count = _SIMULATED if text_slos == setting.text_slos else _SIMULATED // 3
+        many = replace(setting, requests=count, seed=setting.seed + 1, text_slos=text_slos)
         model = curve.scaled(text_slos / setting.text_slos)
         late = fixed = impossible = 0
         mine = theirs = 0.0
@@ -343,7 +344,7 @@ def _simulated(
             theirs += best.seconds
         slos = "SLO in proportion to the length" if own else "one SLO for all lengths"
         report.notes.append(
-            f"in virtual time, {_SIMULATED} links, text takes {text_slos:g} SLOs, {slos}: late {late}, oracle "
+            f"in virtual time, {count} links, text takes {text_slos:g} SLOs, {slos}: late {late}, oracle "
             f"{impossible}, fixed int8 {fixed} (ratio {late / max(1, fixed):.3f}); TTFT {mine / theirs:.3f} of the "
             "oracle's"
         )
@@ -363,7 +364,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default 0)")
     parser.add_argument("--requests", type=int, metavar="N", help="how many (default 40; quick: 20)")
-    parser.add_argument("--slo", metavar="TIME", help="of a prompt of mean length (default 1s; quick: 800ms)")
+    parser.add_argument("--slo", metavar="TIME", help="of a prompt of mean length (default 1s; quick: 700ms)")
     parser.add_argument(
         "--text", type=float, metavar="X", help="computing a prompt of mean length takes X SLOs (default 2)"
     )

@@ -70,7 +70,7 @@ def profile(
 
 def _options(codec: str, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `build_profile` from the flags that were given."""
-    options = {name: value for name, value in given.items() if value not in (None, False)}
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
     if codec != "cachegen":
         for name in ("level", "embedded", "rope"):
             if name in options:
