@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("transformers",)
+_MODULES = ("lmcache", "transformers", "vllm")
 
 
 def __getattr__(name: str) -> Any:

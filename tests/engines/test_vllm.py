@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +17,7 @@ import pytest
 
 from kvstore.testing.models import smollm2_folder, tiny_model
 
-from .support import interpreter, run_child
+from .support import environment, interpreter, run_child
 
 pytestmark = pytest.mark.engines
 
@@ -69,16 +76,136 @@ def test_text_is_the_same_from_the_store_and_in_a_new_process(python: Path, tmp_
     assert counters["loads"] == 5
     assert counters["loads_failed"] == 1
     assert counters["failed_tokens"] == stored - 256
+    assert second["burst"] == {"same": True, "again": True, "left": [], "failed": 1, "told again": True}
     assert second["leaked"] == _NOTHING
+
+
+class Server:
+    """vLLM's API server over a store, in processes of its own."""
+
+    def __init__(self, python: Path, folder: Path, model: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        transfer = {
+            "kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_module_path": "kvstore.integrations.vllm",
+            "kv_connector_extra_config": {"remote_url": f"file://{folder}/kv"},
+        }  # fmt: skip
+        command = [
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m",
+            "--port", self.port, "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048",
+            "--enforce-eager", "--enable-prompt-tokens-details", "--num-gpu-blocks-override", "64",
+            "--kv-transfer-config", json.dumps(transfer),
+        ]  # fmt: skip
+        env = environment(
+            {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
+        )
+        with open(folder / "server.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [str(part) for part in command], env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        end = time.monotonic() + 400
+        while True:
+            with contextlib.suppress(OSError):
+                self.call("/health")
+                return
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                pytest.fail(f"the server does not start:\n{(folder / 'server.log').read_text()[-4000:]}")
+            time.sleep(0.5)
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def ask(self, prompt: str, **fields: Any) -> tuple[str, int]:
+        """The text, and how many tokens of the prompt were cached; afterwards vLLM's own cache is empty."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
+        answer = json.loads(self.call("/v1/completions", body))
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        end = time.monotonic() + 60
+        while json.loads(self.call("/reset_prefix_cache", {}) or "{}").get("error"):
+            assert time.monotonic() < end
+        return answer["choices"][0]["text"], details.get("cached_tokens") or 0
+
+    def metric(self, name: str) -> float:
+        lines = [line for line in self.call("/metrics").splitlines() if line.startswith(name)]
+        assert lines, name
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+@pytest.mark.model
+def test_the_api_server_shares_nothing_across_salts_and_tells_it_in_its_metrics(python: Path, tmp_path: Path) -> None:
+    prompt = " ".join(f"Fact {n}: item {n} costs {n * 3} coins." for n in range(30)) + " Item 7 costs"
+    server = Server(python, tmp_path, str(smollm2_folder()))
+    try:
+        text, cached = server.ask(prompt)
+        assert cached == 0
+        again, stored = server.ask(prompt)
+        assert again == text
+        assert stored >= 256
+        for salt in ("tenant-a", "tenant-b"):
+            assert server.ask(prompt, cache_salt=salt) == (text, 0)
+            assert server.ask(prompt, cache_salt=salt) == (text, stored)
+        assert server.metric("vllm:kvstore_load_tokens_total") == 3 * stored
+        assert server.metric("vllm:kvstore_lookups_total") == 6
+        assert server.metric("vllm:external_prefix_cache_hits_total") == 3 * stored
+        assert server.metric("vllm:kvstore_save_chunks_total") == 3 * stored // 256
+        assert server.metric("vllm:kvstore_loads_failed_total") == 0
+    finally:
+        server.stop()
+
+
+def test_a_tier_behind_vllms_own_offloading(python: Path, tiny: Path, tmp_path: Path) -> None:
+    given = {"model": str(tiny), "url": f"file://{tmp_path}/kv"}
+    first = child(python, "tier", **given)["answers"]
+    assert [answer["cached"] for answer in first] == [0, 0]
+    second = child(python, "tier", **given, damage=str(tmp_path / "kv"))["answers"]
+    assert [answer["tokens"] for answer in second] == [answer["tokens"] for answer in first]
+    cached = sorted(answer["cached"] for answer in second)
+    assert cached[1] == 640, "5 blocks of 128"
+    assert cached[0] < 640, "a damaged record is computed, with all behind it"
+
+
+def test_the_tier_as_its_manager_drives_it(python: Path) -> None:
+    found = child(python, "tier_alone")
+    assert found["empty"] == ["MISS"] * 4
+    assert found["questions"] == [4], "the lookups of a step are one question"
+    assert found["store"] == [1, True, None, 3 * 4096]
+    assert found["stored"] == ["HIT", "HIT", "HIT", "MISS"]
+    assert found["again"] == [2, True, None, 3 * 4096]
+    assert found["load"] == [3, True, None, 3 * 4096]
+    assert found["bytes"], "the chunks that were asked for, and no others"
+    assert found["partly"][:2] == [4, False]
+    assert len(found["partly"][2]) == 2
+    assert found["trouble"] == ["MISS"] * 4
+    assert found["hung"] == [True, []], "memory that a backend may still write to is not given back"
+    assert found["after"] == [True]
+    assert found["idle"]
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "async"])
 def test_a_remote_in_trouble_costs_its_deadline_at_most(python: Path, tiny: Path, mode: str) -> None:
     extra = {
         "load_mode": mode, "chunk_size": 128 if mode == "async" else 96, "lookup_timeout": "1s",
-        "blocking_timeout": "1500ms", "put_timeout": "5s", "breaker_interval": "200ms",
+        "blocking_timeout": "1500ms", "put_timeout": "5s",
     }  # fmt: skip
-    found = child(python, "trouble", model=str(tiny), url="", extra=extra)
+    # With few blocks requests are preempted.
+    found = child(python, "trouble", model=str(tiny), url="", extra=extra, blocks=12, longest=1024)
     size = extra["chunk_size"]
     assert found["warm"]["cached"] == 700 // size * size
     cold = found["cold"]["tokens"]
@@ -94,4 +221,5 @@ def test_a_remote_in_trouble_costs_its_deadline_at_most(python: Path, tiny: Path
     assert crowd["same"]
     assert crowd["finished"] >= 2 * 13
     assert crowd["loads"] > 0
+    assert crowd["preempted"] > 0
     assert crowd["leaked"] == found["leaked"] == _NOTHING

@@ -19,7 +19,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from kvstore.integrations.vllm._keys import chunk_refs, hashed, keys_of
+from kvstore.integrations.vllm._keys import hashed, keys_of
 from kvstore.integrations.vllm._messages import Isolation
 
 BLOCKS = 64
@@ -33,9 +33,9 @@ def open_engine(given: dict[str, Any], **more: Any) -> LLM:
         kv_connector_extra_config={"remote_url": given["url"], **given.get("extra", {})},
     )  # fmt: skip
     return LLM(
-        model=given["model"], dtype="float32", max_model_len=2048, enforce_eager=True, max_num_seqs=8,
-        max_num_batched_tokens=256, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS,
-        kv_transfer_config=transfer, **more,
+        model=given["model"], dtype="float32", max_model_len=given.get("longest", 2048), enforce_eager=True,
+        max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=True,
+        num_gpu_blocks_override=given.get("blocks", BLOCKS), kv_transfer_config=transfer, **more,
     )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Engine:
 
     def __init__(self, given: dict[str, Any], **more: Any) -> None:
         self.llm = open_engine(given, **more)
+        self.blocks = given.get("blocks", BLOCKS)
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.connector = core.scheduler.connector
@@ -80,7 +81,9 @@ class Engine:
 
     def files(self, folder: str, prompt: list[int]) -> list[Path]:
         """Where the file backend has the chunks of a prompt."""
-        return [next(path for path in Path(folder).rglob(f"*{key.hex()}*") if path.is_file()) for key in self.keys(prompt)]
+        return [
+            next(path for path in Path(folder).rglob(f"*{key.hex()}*") if path.is_file()) for key in self.keys(prompt)
+        ]
 
     def leaked(self) -> dict[str, Any]:
         """What is not given back when nothing runs any more; all zero, or else."""
@@ -94,7 +97,7 @@ class Engine:
         blocks = self.scheduler.kv_cache_manager.block_pool
         return {
             "pool": {name: value for name, value in pool.items() if name not in ("total", "nbytes")},
-            "blocks": BLOCKS - 1 - blocks.get_num_free_blocks(),  # one is vLLM's null block
+            "blocks": self.blocks - 1 - blocks.get_num_free_blocks(),  # one is vLLM's null block
             "requests": self.side.outstanding + len(self.scheduler.requests),
             "streams": self.worker._prefetcher.stats()["streams"],
         }
@@ -137,22 +140,57 @@ def same_as_transformers(engine: Engine, given: dict[str, Any], prompt: list[int
 
 def warm(given: dict[str, Any]) -> Any:
     """A new process on a full store; then records are damaged and removed."""
-    engine = Engine(given, skip_tokenizer_init=not isinstance(given["prompt"], str))
+    engine = Engine(
+        given,
+        skip_tokenizer_init=not isinstance(given["prompt"], str),
+        long_prefill_token_threshold=128,  # so that others run while a long prompt is computed
+    )
     prompt, folder = given["prompt"], given["folder"]
     found = {"warm": engine.ask(prompt)}
     ids = engine.last
-    path = engine.files(folder, ids)[1]
-    with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        file.write(b"\xff" * 64)
+    corrupt(engine.files(folder, ids)[1])
     found["corrupt"] = engine.ask(prompt)
     found["healed"] = engine.ask(prompt)
     engine.files(folder, ids)[1].unlink()
     found["missing"] = engine.ask(prompt)
     found["stored again"] = engine.ask(prompt)
-    found["leaked"] = engine.leaked()
     found["counters"] = {**engine.worker.counters, **engine.side.counters}
+    found["burst"] = burst(engine, ids[:768], engine.files(folder, ids)[1])
+    found["leaked"] = engine.leaked()
     return found
+
+
+def corrupt(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\xff" * 64)
+
+
+def burst(engine: Engine, prefix: list[int], path: Path) -> dict[str, Any]:
+    """Requests of one step that share blocks, which one of them loads, in vain: it takes several steps to compute them,
+    and meanwhile nobody may use them."""
+    prompts = [[*prefix, *range(100 + 10 * n, 106 + 10 * n)] for n in range(4)]
+    alone = [engine.ask(prompt, 8, cache_salt=f"alone {n}")["tokens"] for n, prompt in enumerate(prompts)]
+    corrupt(path)
+    before = engine.worker.counters["loads_failed"]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    llm, texts, told = engine.llm.llm_engine, {}, []
+    dirty = engine.side._dirty
+    engine.side._dirty = lambda *args: (told.append(dirty(*args)), told[-1])[1]
+    for n, prompt in enumerate(prompts):
+        llm.add_request(str(n), {"prompt_token_ids": prompt}, params)
+    while not all(engine.side._answered(state) for state in engine.side._states.values()):
+        time.sleep(0.001)  # so that one step takes them all
+    while llm.has_unfinished_requests():
+        texts.update({out.request_id: list(out.outputs[0].token_ids) for out in llm.step() if out.finished})
+    together = [texts[str(n)] for n in range(len(prompts))]
+    engine.side._dirty = dirty
+    engine.drain()
+    assert engine.llm.reset_prefix_cache()
+    again = [engine.ask(prompt, 8)["tokens"] for prompt in prompts]  # from what they stored
+    return {"same": together == alone, "again": again == alone, "left": sorted(engine.side._bad),
+            "told again": any(requests for requests, _ in told),
+            "failed": engine.worker.counters["loads_failed"] - before}  # fmt: skip
 
 
 def trouble(given: dict[str, Any]) -> Any:
@@ -160,7 +198,7 @@ def trouble(given: dict[str, Any]) -> Any:
     from tests.node_support import NodeProcess
 
     with NodeProcess() as node:
-        engine = Engine({**given, "url": f"node://{node.address}"}, skip_tokenizer_init=True)
+        engine = Engine({**given, "url": f"node://{node.address}?breaker_interval=200ms"}, skip_tokenizer_init=True)
         prompt, other = prompt_of(1, 700), prompt_of(2, 700)
         found = {"cold": engine.ask(prompt), "cold other": engine.ask(other)}
         found["crowd"] = crowd(engine)
@@ -200,8 +238,13 @@ def crowd(engine: Engine) -> dict[str, Any]:
     """20 requests at once that share prefixes, every third aborted at some step; then each alone, to compare."""
     prompts = [prompt_of(10 + n % 4, 300 + 40 * (n % 4)) + prompt_of(100 + n, 30 + n) for n in range(20)]
     llm = engine.llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     texts: dict[str, list[int]] = {}
+    preempted: list[str] = []
+    preempt = engine.scheduler._preempt_request
+    engine.scheduler._preempt_request = lambda request, *args, **more: (
+        preempted.append(request.request_id), preempt(request, *args, **more)
+    )[1]  # fmt: skip
     for round_number in range(2):  # the second finds the prefixes in the store
         aborted = {f"{round_number}-{n}" for n in range(20) if n % 3 == 1}
         for n, prompt in enumerate(prompts):
@@ -218,15 +261,120 @@ def crowd(engine: Engine) -> dict[str, Any]:
         engine.drain()
         assert engine.llm.reset_prefix_cache()
     leaked = engine.leaked()
-    alone = {n: engine.ask(prompts[n], 8)["tokens"] for n in (0, 5, 12, 18)}
+    alone = {n: engine.ask(prompts[n], 64)["tokens"] for n in (0, 5, 12, 18)}
     same = all(texts[f"{r}-{n}"] == tokens for n, tokens in alone.items() for r in (0, 1) if f"{r}-{n}" in texts)
-    return {"finished": len(texts), "same": same, "leaked": leaked, "loads": engine.worker.counters["loads"]}
+    return {"finished": len(texts), "same": same, "leaked": leaked, "loads": engine.worker.counters["loads"],
+            "preempted": len(preempted)}  # fmt: skip
+
+
+def tier(given: dict[str, Any]) -> Any:
+    """Behind vLLM's own offloading. `damage`: one record is corrupted first."""
+    extra = {
+        "spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_offload", "cpu_bytes_to_use": 64 << 20,
+        "secondary_tiers": [
+            {"type": "KVStoreTier", "module_path": "kvstore.integrations.vllm", "remote_url": given["url"]}
+        ],
+    }  # fmt: skip
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    llm = LLM(
+        model=given["model"], dtype="float32", max_model_len=2048, enforce_eager=True, max_num_seqs=8,
+        enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS, kv_transfer_config=transfer,
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    if given.get("damage"):
+        path = sorted(path for path in Path(given["damage"]).rglob("*") if path.stat().st_size > 1 << 16)[0]
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"\xff" * 64)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    found = []
+    for n in (1, 2):
+        out = llm.generate([{"prompt_token_ids": prompt_of(n, 700)}], params, use_tqdm=False)[0]
+        found.append({"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens or 0})
+    llm.llm_engine.engine_core.shutdown()  # finishes what is being written
+    return {"answers": found}
+
+
+def tier_alone(given: dict[str, Any]) -> Any:
+    """The tier as vLLM's manager drives it, over memory of our own and a store that fails where it is told to."""
+    from types import SimpleNamespace as Some
+
+    import numpy as np
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from kvstore.integrations.vllm import _settings
+    from kvstore.integrations.vllm.tier import KVStoreTier
+    from kvstore.store import Store
+    from kvstore.testing import DictBackend, Fault, FaultyBackend
+
+    backend = FaultyBackend(DictBackend())
+    _settings.Store = lambda config: Store(config, backends=[backend])  # type: ignore[misc,assignment]
+    parallel = Some(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1)
+    config = Some(model=Some(name="m", dtype="float32"), cache=Some(tokens_per_hash=8, blocks_per_chunk=1),
+                  parallel=parallel, kv_cache_layout="LBHNC", groups=())  # fmt: skip
+    memory = np.random.default_rng(0).integers(0, 256, (8, 4096), dtype=np.uint8)
+    before = memory.copy()
+    tier = KVStoreTier(Some(config=config), memoryview(memory), "t", remote_url="memory://unused")
+    questions: list[int] = []
+    submit_stat = tier._store.submit_stat
+    tier._store.submit_stat = lambda asked: (questions.append(len(asked)), submit_stat(asked))[1]
+    keys = [b"%032d\0\0\0\0" % n for n in range(4)]
+
+    def look(request: str) -> list[str]:
+        """All answers, once no lookup is under way."""
+        context = ReqContext(request)
+        end = time.monotonic() + 60
+        while True:
+            answers = [tier.lookup(key, context) for key in keys]
+            tier.on_schedule_end(None)
+            if LookupResult.RETRY not in answers:
+                tier.on_request_finished(context)
+                return [answer.name for answer in answers]
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def job(number: int, which: list[int], chunks: list[int], load: bool) -> Any:
+        work = TransferJob(number, [keys[n] for n in which], np.array(chunks), load, ReqContext("r"))
+        (tier.submit_load if load else tier.submit_store)(work)
+        tier.drain_jobs()
+        (result,) = tier.get_finished_jobs()
+        good = result.successful_keys
+        return [result.job_id, result.success, None if good is None else [keys.index(key) for key in good],
+                result.transfer_bytes]  # fmt: skip
+
+    found = {"empty": look("a"), "questions": list(questions), "store": job(1, [0, 1, 2], [0, 1, 2], False)}
+    found["stored"] = look("b")
+    found["again"] = job(2, [0, 1, 2], [0, 1, 2], False)
+    found["load"] = job(3, [0, 1, 2], [4, 5, 6], True)
+    found["bytes"] = bool(
+        (memory[4:7] == before[:3]).all() and (memory[[0, 1, 2, 3, 7]] == before[[0, 1, 2, 3, 7]]).all()
+    )
+    backend.inner.records.popitem()
+    found["partly"] = job(4, [0, 1, 2], [4, 5, 6], True)
+    backend.push(Fault.error(), operation="stat")
+    found["trouble"] = look("c")
+    backend.push(Fault.hang(), operation="get")
+    work = TransferJob(5, keys[:1], np.array([7]), True, ReqContext("r"))
+    tier.submit_load(work)
+    backend.wait_hung()
+    found["hung"] = [tier.has_pending_work(), list(tier.get_finished_jobs())]
+    backend.release()
+    tier.drain_jobs()
+    found["after"] = [result.success for result in tier.get_finished_jobs()]
+    found["idle"] = not tier.has_pending_work() and not tier._answers and not tier._asked
+    tier.shutdown()
+    return found
 
 
 def main() -> None:
     what, given = sys.argv[1], json.loads(sys.argv[2])
     signal.alarm(int(given.get("alarm", 600)))  # a hang is a failure, not a lost machine
-    print(json.dumps({"cold": cold, "warm": warm, "trouble": trouble}[what](given)))
+    print(
+        json.dumps(
+            {"cold": cold, "warm": warm, "trouble": trouble, "tier": tier, "tier_alone": tier_alone}[what](given)
+        )
+    )
 
 
 if __name__ == "__main__":
