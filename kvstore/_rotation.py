@@ -27,15 +27,16 @@ class Rotation:
     Attributes:
         spec: whose.
         cos, sin: fp32 `[..., tokens, rotary_dim / 2]`.
+        plain: it changes nothing.
     """
 
-    __slots__ = ("_begin", "_plain", "_tensors", "cos", "sin", "spec")
+    __slots__ = ("_begin", "_tensors", "cos", "plain", "sin", "spec")
 
     def __init__(self, spec: RotarySpec, cos: Floats, sin: Floats, *, plain: bool = False) -> None:
         self.spec = spec
         self.cos = cos
         self.sin = sin
-        self._plain = plain  # it changes nothing
+        self.plain = plain
         self._begin = 0  # in the rotation that it is a part of
         self._tensors = _Tensors(cos, sin)
 
@@ -57,7 +58,7 @@ class Rotation:
         """The rotation of tokens `begin` to `end - 1`, without a copy."""
         if not 0 <= begin <= end <= self.tokens:
             raise ConfigError(f"the rotation has {self.tokens} tokens; {begin} to {end} are not among them")
-        part = Rotation(self.spec, self.cos[..., begin:end, :], self.sin[..., begin:end, :], plain=self._plain)
+        part = Rotation(self.spec, self.cos[..., begin:end, :], self.sin[..., begin:end, :], plain=self.plain)
         part._begin, part._tensors = self._begin + begin, self._tensors
         return part
 
@@ -79,7 +80,7 @@ class Rotation:
             self._check(target, "the output")
             if not tensor and not target.flags.writeable:
                 raise ConfigError("the output is read-only")
-        if self._plain:
+        if self.plain:
             if target is not array:
                 _copy(array, target)
         elif not tensor:

@@ -25,20 +25,19 @@ from kvstore.rope import RotarySpec, Rotation
 
 from . import kvt_reference
 from .base import Codec, Decoder, Encoded, SegmentInfo, UnknownProfile, stored_raw
-from .floats import finite, to_float32
 from .kvt_format import (
     First,
     Refinement,
     build_first,
     build_refinement,
-    decode_stream,
-    encode_stream,
+    check_stream,
+    lanes_for,
     parse_first,
     parse_refinement,
     profile_of,
     tag_of,
 )  # fmt: skip
-from .kvt_reference import ABSENT, Float32, Int8
+from .kvt_reference import Float32, Int8
 from .kvt_tables import Layer, Level, Side, Tables, tables_of
 from .profile import Profile, find
 
@@ -98,7 +97,7 @@ class KvtCodec(Codec):
             return stored_raw(raw)
         positions, rotated = self._fits(tables, raw, about)
         dtype = str(about.dtype)
-        if not about.tokens or not finite(raw, dtype):
+        if not about.tokens or not loops().finite(raw, dtype):
             return stored_raw(raw)
         with np.errstate(over="ignore", invalid="ignore"):  # such tokens are stored raw
             indices, kept = self._quantised(tables, raw, about, positions, rotated)
@@ -173,14 +172,14 @@ class KvtCodec(Codec):
         raw_tokens[max(0, tokens - tables.raw_last) :] = True
         step = max(1, _BLOCK // tables.channels)
         z: Float32 = np.empty((min(step, tokens), tables.channels), np.float32)
-        quantise = loops().quantise
+        room: Float32 = np.empty(z.size, np.float32)
+        load, quantise = loops().load, loops().quantise
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
             part = z[: end - begin]
-            k = to_float32(keys[begin:end], dtype).reshape(end - begin, -1, tables.widths[0])
-            if undo is not None:
-                k = undo.part(begin, end)(k, out=k if k.flags.writeable and dtype != "float32" else None)
-            v = to_float32(values[begin:end], dtype).reshape(end - begin, -1, tables.widths[1])
+            k, v = _heads(room, tables, end - begin)
+            load(keys[begin:end], dtype, None if undo is None else undo.part(begin, end), k)
+            load(values[begin:end], dtype, None, v)
             _into_steps(k, layer.k, part[:, : tables.key_channels])
             _into_steps(v, layer.v, part[:, tables.key_channels :])
             raw_tokens[begin:end] |= quantise(part, layer.offset, tables.rounding, indices[begin:end])
@@ -252,20 +251,15 @@ class KvtDecoder(Decoder):
 
     def _merge(self, level: Level, lanes: int, escapes: Int8, stream: memoryview) -> None:
         assert self._tables is not None
-        distributions = self._tables.distributions
-        shape = len(self._values), len(level.live)
-        symbols = np.empty(shape, np.uint8)
-        if (level.before == ABSENT).all():
-            kinds = np.ascontiguousarray(level.classes[:, 0])
+        words, states = check_stream(stream, lanes, len(self._values), len(level.live))
+        if not lanes:
+            done = not len(escapes)
         else:
-            kinds = np.empty(shape, np.uint16)
-            loops().contexts(self._values, level.live, level.before, level.classes, kinds)
-        decode_stream(stream, lanes, symbols, kinds, distributions)
-        done = loops().merge(
-            symbols, level.live, level.before, level.after, distributions.symbols, escapes, self._values
-        )  # fmt: skip
+            done = loops().decode_level(
+                words, states, level, self._tables.distributions, lanes, escapes, self._values
+            )  # fmt: skip
         if not done:
-            raise CorruptRecord("the escapes of a kvt level are not those that its symbols ask for")
+            raise CorruptRecord("a stream of a kvt level does not end where it should, or has other escapes")
 
     def write(self) -> None:
         """Bring the destination to what was taken."""
@@ -281,34 +275,28 @@ class KvtDecoder(Decoder):
         total = len(self._values)
         step = max(1, _BLOCK // tables.channels)
         z: Float32 = np.empty((min(step, total), tables.channels), np.float32)
-        room: Float32 = np.empty(z.shape, np.float32)
+        room: Float32 = np.empty(z.size, np.float32)
         split = tables.key_channels
         for begin in range(0, total, step):
             end = min(begin + step, total)
             part = z[: end - begin]
             loops().dequantise(self._values[begin:end], level.centres, level.scale, layer.offset, part)
-            flat = room.reshape(-1)
-            k = flat[: len(part) * split].reshape(len(part), split)
-            v = flat[k.size : k.size + len(part) * (tables.channels - split)].reshape(len(part), -1)
-            _into_values(part[:, :split], layer.k, k)
-            _into_values(part[:, split:], layer.v, v)
-            if apply is not None:
-                heads = k.reshape(len(part), -1, tables.widths[0])
-                apply.part(begin, end)(heads, out=heads)
+            k, v = _heads(room, tables, len(part))
+            _into_values(part[:, :split], layer.k, k.reshape(len(part), -1))
+            _into_values(part[:, split:], layer.v, v.reshape(len(part), -1))
             where: Any = slice(rows.start + begin, rows.start + end) if isinstance(rows, slice) else rows[begin:end]
-            _store(k, keys, where, first.dtype, layer.k.reach)
-            _store(v, values, where, first.dtype, layer.v.reach)
+            turn = None if apply is None else apply.part(begin, end)
+            _store(k, keys, where, first.dtype, turn, layer.k.reach)
+            _store(v, values, where, first.dtype, None, layer.v.reach)
 
 
 def _encode_level(tables: Tables, level: Level, indices: Int8) -> tuple[int, Int8, bytes]:
-    shape = len(indices), len(level.live)
-    symbols, kinds = np.empty(shape, np.uint8), np.empty(shape, np.uint16)
-    escapes = loops().split(
-        indices, level.live, level.before, level.after, level.classes, tables.codable, level.near, kinds,
-        symbols,
-    )  # fmt: skip
-    lanes, stream = encode_stream(symbols, kinds, tables.distributions)
-    return lanes, escapes, stream
+    """(lanes, escapes, stream) of a level."""
+    lanes = lanes_for(len(indices), len(level.live))
+    if not lanes:
+        return 0, np.empty(0, np.int8), b""
+    words, states, escapes = loops().encode_level(indices, level, tables.distributions, lanes)
+    return lanes, escapes, states.astype("<u4").tobytes() + words.astype("<u2", copy=False).tobytes()
 
 
 def _sides(
@@ -344,6 +332,13 @@ def _coded(tokens: int, raw_tokens: npt.NDArray[np.uint32]) -> Any:
     return np.flatnonzero(coded)
 
 
+def _heads(room: Float32, tables: Tables, tokens: int) -> tuple[Float32, Float32]:
+    """Room for K and V of so many tokens, float32 `[tokens, heads, width]` each."""
+    cut = tokens * tables.key_channels
+    k = room[:cut].reshape(tokens, -1, tables.widths[0])
+    return k, room[cut : tokens * tables.channels].reshape(tokens, -1, tables.widths[1])
+
+
 def _into_steps(x: Float32, side: Side, out: Float32) -> None:
     """out = x @ inverse, per head; x is `[tokens, heads, width]`, out `[tokens, heads * width]`."""
     width = x.shape[2]
@@ -359,15 +354,20 @@ def _into_values(z: Float32, side: Side, out: Float32) -> None:
         np.matmul(z[:, own], side.basis[head], out=out[:, own])
 
 
-def _store(values: Float32, target: npt.NDArray[np.uint8], where: Any, dtype: str, reach: float) -> None:
-    """Write rows of float32 values, changed by that, as rows of elements: the nearest that are finite."""
+def _store(
+    values: Float32, target: npt.NDArray[np.uint8], where: Any, dtype: str, turn: Rotation | None, reach: float
+) -> None:
+    """Write rows of float32 values, changed by that, as rows of elements, rotated: the nearest that are finite."""
     most = _LARGEST[dtype]
     if reach > most:
+        if turn is not None:
+            turn(values, out=values)
+            turn = None
         np.nan_to_num(values, copy=False, posinf=most, neginf=-most)
         np.clip(values, -most, most, out=values)
     if isinstance(where, slice):
-        loops().store(values, dtype, target[where])
+        loops().store(values, dtype, turn, target[where])
     else:
         rows = np.empty((len(values), target.shape[1]), np.uint8)
-        loops().store(values, dtype, rows)
+        loops().store(values, dtype, turn, rows)
         target[where] = rows

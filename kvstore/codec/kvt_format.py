@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import struct
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +18,12 @@ from kvstore.errors import CorruptRecord
 from kvstore.rope import MAX_POSITION
 
 from .profile import ID_BYTES
-from .rans import PROBABILITY_BITS, Distributions
-from .rans.coder import LOW, coder
-from .rans.tables import stream_words
+from .rans import PROBABILITY_BITS
+from .rans.tables import LOW, stream_words
 
 __all__ = [
     "DTYPE_CODES", "FIRST", "FORMAT", "First", "Refinement", "build_first", "build_refinement", "check_stream",
-    "decode_stream", "encode_stream", "lanes_for", "pack_positions", "parse_first", "parse_refinement", "profile_of",
+    "lanes_for", "pack_positions", "parse_first", "parse_refinement", "profile_of",
     "tag_of", "unpack_positions",
 ]  # fmt: skip
 
@@ -231,43 +229,6 @@ def lanes_for(rows: int, channels: int) -> int:
     if not rows or not channels:
         return 0
     return min(channels, max(_FEWEST, rows * channels // _PER_LANE))
-
-
-def encode_stream(
-    symbols: npt.NDArray[np.uint8],
-    classes: npt.NDArray[np.uint16],
-    distributions: Distributions,
-    *,
-    using: ModuleType | None = None,
-) -> tuple[int, bytes]:
-    """(lanes, stream) of symbols `[rows, channels]` with classes `[rows, channels]`, all of which can be coded."""
-    lanes = lanes_for(*symbols.shape)
-    if not lanes:
-        return 0, b""
-    words, states = (using or coder()).encode(symbols, classes, distributions, lanes)
-    return lanes, states.astype("<u4").tobytes() + words.astype("<u2").tobytes()
-
-
-def decode_stream(
-    stream: memoryview,
-    lanes: int,
-    out: npt.NDArray[np.uint8],
-    classes: npt.NDArray[np.uint16],
-    distributions: Distributions,
-    *,
-    using: ModuleType | None = None,
-) -> None:
-    """Decode into `out`, uint8 `[rows, channels]`.
-
-    Raises:
-        CorruptRecord: this is no such stream.
-    """
-    words, states = check_stream(stream, lanes, *out.shape)
-    if not lanes:
-        return
-    read = (using or coder()).decode(words, states, classes, distributions, out, lanes)
-    if read != len(words) or (states != LOW).any():
-        raise CorruptRecord("a stream does not end where it should")
 
 
 def check_stream(

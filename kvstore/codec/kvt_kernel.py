@@ -29,7 +29,7 @@ from .kvt_reference import ABSENT, LARGEST
 from .kvt_tables import Layer, Level, Side, Tables, tables_of
 from .profile import Profile, find
 from .rans import kernel as rans
-from .rans.coder import LOW
+from .rans.tables import LOW
 
 __all__ = ["decode_segments"]
 

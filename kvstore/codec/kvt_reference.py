@@ -7,12 +7,25 @@ shift of `ABSENT` means that nothing is known of the channel yet.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
-from .floats import from_float32
+from .floats import finite, from_float32, to_float32
+from .rans import reference as rans
+from .rans.tables import LOW
 
-__all__ = ["ABSENT", "LARGEST", "NEAR", "contexts", "dequantise", "merge", "near_table", "quantise", "split", "store"]
+if TYPE_CHECKING:
+    from kvstore.rope import Rotation
+
+    from .kvt_tables import Level
+    from .rans import Distributions
+
+__all__ = [
+    "ABSENT", "LARGEST", "contexts", "decode_level", "dequantise", "encode_level", "finite", "load", "merge",
+    "quantise", "split", "store",
+]  # fmt: skip
 
 ABSENT = 255
 """The shift of a channel that no level has said anything of."""
@@ -20,14 +33,26 @@ ABSENT = 255
 LARGEST = 127
 """Of the magnitude of an index at shift 0."""
 
-NEAR = 16
-"""Indices from -16 to 15 are looked up, in `near_table`."""
-
 Int8 = npt.NDArray[np.int8]
 UInt8 = npt.NDArray[np.uint8]
 UInt16 = npt.NDArray[np.uint16]
 UInt32 = npt.NDArray[np.uint32]
+UInt64 = npt.NDArray[np.uint64]
 Float32 = npt.NDArray[np.float32]
+
+
+def load(raw: UInt8, dtype: str, turn: Rotation | None, out: Float32) -> None:
+    """Elements of heads as float32, rotated by `turn`.
+
+    Args:
+        raw: uint8 `[tokens, bytes]`, C-contiguous: the elements of `dtype`.
+        out: float32 `[tokens, heads, width]`, C-contiguous.
+    """
+    values = to_float32(raw, dtype).reshape(out.shape)
+    if turn is None:
+        out[:] = values
+    else:
+        turn(values, out=out)
 
 
 def quantise(z: Float32, offset: Float32, rounding: float, out: Int8) -> npt.NDArray[np.bool_]:
@@ -68,8 +93,8 @@ def contexts(values: Int8, live: UInt16, before: UInt8, classes: UInt16, out: UI
 
 
 def split(
-    indices: Int8, live: UInt16, before: UInt8, after: UInt8, classes: UInt16, codable: UInt8, near: UInt32,
-    kinds: UInt16, out: UInt8,
+    indices: Int8, live: UInt16, before: UInt8, after: UInt8, classes: UInt16, codable: UInt8, kinds: UInt16,
+    out: UInt8,
 ) -> Int8:  # fmt: skip
     """The symbols of a level, and their classes.
 
@@ -78,7 +103,6 @@ def split(
         live, before, classes: as in `contexts`.
         after: uint8 `[n]`.
         codable: uint8 `[all classes, alphabet]`: 1 where a class has a symbol.
-        near: `near_table` of these arguments; only the fast loop looks at it.
         kinds: uint16 `[rows, n]`, filled with the classes.
         out: uint8 `[rows, n]`, filled with the symbols.
 
@@ -100,19 +124,6 @@ def split(
     out[:] = np.where(fresh, symbol, grown)
     escapes: Int8 = value[fresh & ~codes].astype(np.int8)
     return escapes
-
-
-def near_table(before: UInt8, after: UInt8, classes: UInt16, codable: UInt8) -> UInt32:
-    """What `split` makes of small indices, uint32 `[n, 32]`: symbol (bits 0-7), class (8-23), escaped (31)."""
-    n = len(before)
-    some = np.broadcast_to(np.arange(-NEAR, NEAR, dtype=np.int8)[:, None], (2 * NEAR, n))
-    symbols, kinds = np.empty(some.shape, np.uint8), np.empty(some.shape, np.uint16)
-    none = np.empty((n, 0), np.uint32)
-    split(some, np.arange(n, dtype=np.uint16), before, after, classes, codable, none, kinds, symbols)
-    escaped = (symbols == 0) & (before == ABSENT)
-    table = symbols.astype(np.uint32) | kinds.astype(np.uint32) << np.uint32(8)
-    table |= escaped.astype(np.uint32) << np.uint32(31)
-    return np.ascontiguousarray(table.T)
 
 
 def merge(
@@ -165,11 +176,52 @@ def dequantise(values: Int8, centres: Float32, scale: Float32, offset: Float32, 
     out += offset
 
 
-def store(values: Float32, dtype: str, out: UInt8) -> None:
-    """Write finite values as elements of `dtype`: `kvstore.codec.floats.from_float32`.
+def store(values: Float32, dtype: str, turn: Rotation | None, out: UInt8) -> None:
+    """Write values, which stay finite in `dtype`, as its elements (`kvstore.codec.floats.from_float32`), rotated by
+    `turn`.
 
     Args:
-        values: float32, C-contiguous.
-        out: uint8, C-contiguous, of the elements' bytes.
+        values: float32 `[tokens, heads, width]`, C-contiguous; undefined afterwards.
+        out: uint8 `[tokens, bytes]`, C-contiguous, of the elements' bytes.
     """
+    if turn is not None:
+        turn(values, out=values)
     from_float32(values, dtype, out)
+
+
+def encode_level(
+    indices: Int8, level: Level, distributions: Distributions, lanes: int
+) -> tuple[UInt16, UInt32, Int8]:  # fmt: skip
+    """A level of a segment: (words, first states) of the entropy coder, and the escapes.
+
+    Args:
+        indices: int8 `[rows, channels]`, at shift 0; at least one row.
+        level: says something of at least one channel.
+    """
+    shape = len(indices), len(level.live)
+    symbols, kinds = np.empty(shape, np.uint8), np.empty(shape, np.uint16)
+    codable = (distributions.frequencies > 0).astype(np.uint8)
+    escapes = split(indices, level.live, level.before, level.after, level.classes, codable, kinds, symbols)
+    words, states = rans.encode(symbols, kinds, distributions, lanes)
+    return words, states, escapes
+
+
+def decode_level(
+    words: UInt16, states: UInt32, level: Level, distributions: Distributions, lanes: int, escapes: Int8, values: Int8
+) -> bool:
+    """Undo `encode_level`: bring `values`, int8 `[rows, channels]`, to what is known after the level.
+
+    Args:
+        states: the first ones; the last ones are left in it.
+
+    Returns:
+        False if the stream does not end where it should, or its escapes are not these. `values` is then undefined, but
+        no value is beyond `LARGEST`.
+    """
+    shape = len(values), len(level.live)
+    symbols, kinds = np.empty(shape, np.uint8), np.empty(shape, np.uint16)
+    contexts(values, level.live, level.before, level.classes, kinds)
+    read = rans.decode(words, states, kinds, distributions, symbols, lanes)
+    if read != len(words) or (states != LOW).any():
+        return False
+    return merge(symbols, level.live, level.before, level.after, distributions.symbols, escapes, values)

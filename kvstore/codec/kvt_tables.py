@@ -25,7 +25,7 @@ import numpy as np
 from kvstore.errors import ConfigError
 from kvstore.rope import RotarySpec
 
-from .kvt_reference import ABSENT, LARGEST, Float32, UInt8, UInt16, UInt32, near_table
+from .kvt_reference import ABSENT, LARGEST, Float32, UInt8, UInt16, UInt32, split
 from .profile import Profile
 from .rans import Distributions
 
@@ -36,16 +36,54 @@ _HUGE = 1e30  # of elements of an inverse: beyond it fp32 does not hold what is 
 NAME = "kvt"
 
 
+NEAR = 16
+"""Indices from -16 to 15 are looked up by the encoder."""
+
+NONE = 0xFFFFFFFF
+
+
 class Level(NamedTuple):
-    """A level of a layer. Names and shapes as in `kvt_reference`."""
+    """A level of a layer. Names and shapes as in `kvt_reference`; the last three are for the loops of `kvt_native`.
+
+    Attributes:
+        codes: uint32 `[n * 32]`: where in `Distributions.reciprocals` the symbol is that an index from -16 to 15 gets
+            in its class; `NONE` if it is an escape.
+        kinds: uint32 `[n]`: the class of a new channel, `NONE` for the others.
+        bounds: uint32 `[n * 4]`, of refined channels by what is known (0, 1, more): where the symbols 1 (bits 0-15) and
+            2 (16-31) begin.
+    """
 
     live: UInt16
     before: UInt8
     after: UInt8
     classes: UInt16
-    near: UInt32
     centres: Float32
     scale: Float32
+    codes: UInt32
+    kinds: UInt32
+    bounds: UInt32
+
+    @classmethod
+    def of(
+        cls, live: UInt16, before: UInt8, after: UInt8, classes: UInt16, centres: Float32, scale: Float32,
+        distributions: Distributions,
+    ) -> Level:  # fmt: skip
+        """With what follows from the rest."""
+        fresh = before == ABSENT
+        codable = (distributions.frequencies > 0).astype(np.uint8)
+        some = np.broadcast_to(np.arange(-NEAR, NEAR, dtype=np.int8)[:, None], (2 * NEAR, len(live)))
+        symbols, kinds = np.empty(some.shape, np.uint8), np.empty(some.shape, np.uint16)
+        split(some, np.arange(len(live), dtype=np.uint16), before, after, classes, codable, kinds, symbols)
+        codes = (kinds.astype(np.uint32) * np.uint32(distributions.symbols) + symbols) * np.uint32(2)
+        codes[(symbols == 0) & fresh] = NONE
+        bounds = np.zeros((len(live), 4), np.uint32)
+        ends = np.cumsum(distributions.frequencies[:, :2], axis=1, dtype=np.uint32)[classes]
+        bounds[:, :3] = ends[..., 0] | ends[..., 1] << np.uint32(16)
+        own = np.where(fresh, classes[:, 0].astype(np.uint32), np.uint32(NONE))
+        return cls(
+            live, before, after, classes, centres, scale, np.ascontiguousarray(codes.T).reshape(-1), own,
+            bounds.reshape(-1),
+        )  # fmt: skip
 
 
 class Side(NamedTuple):
@@ -148,6 +186,8 @@ class Tables:
                 refuse("a new channel's class has values that are too large, or no escape")
             if (length[classes[grown]] > (3, 2, 2)).any():
                 refuse("a refined channel's class has too many symbols")
+            if not self.codable[classes[grown], :2].all() or not self.codable[classes[grown][:, 0], 2].all():
+                refuse("a refined channel's class lacks a symbol")
             before = after
         if before.any():
             refuse("the last level does not end at shift 0 everywhere")
@@ -172,8 +212,7 @@ class Tables:
             centres = np.ascontiguousarray(given[number].T, np.float32)
             scale = np.where(now == ABSENT, 0, 1 << np.minimum(now, 7).astype(np.int64)).astype(np.float32)
             before_live, now_live, own = before[live], now[live], np.ascontiguousarray(classes[number, live])
-            near = near_table(before_live, now_live, own, self.codable)
-            levels.append(Level(live, before_live, now_live, own, near, centres, scale))
+            levels.append(Level.of(live, before_live, now_live, own, centres, scale, self.distributions))
             before = now
         (k, offset_k), (v, offset_v) = self._side("k", number), self._side("v", number)
         return Layer(k, v, np.concatenate((offset_k, offset_v)), tuple(levels))

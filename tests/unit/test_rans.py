@@ -178,6 +178,22 @@ def test_what_cannot_be_coded_is_said() -> None:
         rans.encode(zeros.astype(np.int32), np.zeros(3, int), distributions)
 
 
+def test_reciprocals_divide_exactly() -> None:
+    """At the ends of what a state may be, for every frequency, and around multiples of it."""
+    first = np.arange(1, 4096)
+    table = rans.Distributions(np.stack((first, 4096 - first), 1)).reciprocals.reshape(-1, 2, 2)[:, 0]
+    table = np.concatenate((table, rans.Distributions([[4096]]).reciprocals.reshape(-1, 2)))
+    f = np.arange(1, 4097, dtype=np.uint64)
+    assert np.array_equal(table[:, 1] & np.uint64(0xFFFF), f)
+    assert np.array_equal(table[:, 1] >> np.uint64(16) & np.uint64(0xFFFF), 4096 - f)
+    rng = np.random.default_rng(0)
+    quotients = np.concatenate((np.arange(300), [2**20 - 1, 2**20 - 2], rng.integers(0, 2**20, 300))).astype(np.uint64)
+    for q in quotients:
+        for rest in (0 * f, f // 2, f - 1):
+            state = q * f + rest
+            assert np.array_equal(state * table[:, 0] >> np.uint64(44), np.full(4096, q))
+
+
 def test_an_empty_matrix_is_an_empty_stream() -> None:
     distributions = rans.Distributions([[4096]])
     empty = np.zeros((0, 5), np.uint8)

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from kvstore.errors import ConfigError, CorruptRecord
 
 from . import reference
-from .tables import Distributions, stream_words
+from .tables import LOW, Distributions, stream_words
 
 __all__ = ["coder", "decode", "encode", "lanes_for", "stream_bound"]
 
-LOW = 1 << 16  # states stay at or above it
 _SYMBOLS_PER_LANE = 512  # below, several channels share a lane
 _FEWEST_LANES = 8  # enough for a core's pipelines
 

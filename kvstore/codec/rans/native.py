@@ -13,7 +13,7 @@ from numba import uint32, uint64
 
 from kvstore.codec.compiled import compiled
 
-from .tables import PROBABILITY_BITS, Distributions, stream_words
+from .tables import PROBABILITY_BITS, RECIPROCAL_BITS, Distributions, stream_words
 
 __all__ = ["decode", "encode"]
 
@@ -24,7 +24,9 @@ _BITS = PROBABILITY_BITS
 
 
 @compiled()
-def _encode(symbols: Any, classes: Any, per_symbol: bool, packed: Any, words: Any, states: Any) -> Any:
+def _encode(
+    symbols: Any, classes: Any, per_symbol: bool, alphabet: Any, reciprocals: Any, words: Any, states: Any
+) -> Any:  # fmt: skip
     """Fills `words` from its end. Returns where they begin. The first one is never of the stream: a word is written
     before it is known whether it is needed."""
     tokens, channels = symbols.shape
@@ -35,20 +37,19 @@ def _encode(symbols: Any, classes: Any, per_symbol: bool, packed: Any, words: An
         first = row * lanes
         here = min(lanes, channels - first)
         for token in range(tokens - 1, -1, -1):
-            kinds = classes[token if per_symbol else 0, first : first + here]
-            own = symbols[token, first : first + here]
-            for back in range(here):
-                lane = uint64(here - 1 - back)
-                entry = packed[kinds[lane], own[lane]]
-                frequency = entry & uint32(0xFFFF)
-                state = states[lane]
-                full = uint64(state) >> uint64(32 - _BITS) >= uint64(frequency)
-                words[at - uint64(1)] = state & uint32(0xFFFF)
-                at -= uint64(full)
-                state = state >> uint32(16) if full else state
-                quotient = state // frequency
-                rest = state - quotient * frequency
-                states[lane] = (quotient << uint32(_BITS)) + rest + (entry >> uint32(16))
+            here_of, there_of = uint64(token), uint64(token if per_symbol else 0)
+            for after in range(uint64(first + here), uint64(first), -1):
+                channel = uint64(after) - uint64(1)
+                symbol = uint64(classes[there_of, channel]) * uint64(alphabet) + uint64(symbols[here_of, channel])
+                reciprocal, entry = reciprocals[symbol * uint64(2)], reciprocals[symbol * uint64(2) + uint64(1)]
+                state = uint64(states[channel - uint64(first)])
+                words[at - uint64(1)] = state
+                full = uint64(state >> uint64(32 - _BITS) >= entry & uint64(0xFFFF))
+                at -= full
+                state >>= full << uint64(4)
+                quotient = state * reciprocal >> uint64(RECIPROCAL_BITS)
+                state += quotient * (entry >> uint64(16) & uint64(0xFFFF)) + (entry >> uint64(32))
+                states[channel - uint64(first)] = state
     return at
 
 
@@ -63,15 +64,15 @@ def _decode(words: Any, states: Any, classes: Any, per_symbol: bool, lookup: Any
     for first in range(0, channels, lanes):
         here = min(lanes, channels - first)
         for token in range(tokens):
-            kinds = classes[token if per_symbol else 0, first : first + here]
-            row = out[token, first : first + here]
-            for lane in range(here):
+            here_of, there_of = uint64(token), uint64(token if per_symbol else 0)
+            for channel in range(uint64(first), uint64(first + here)):
+                lane = channel - uint64(first)
                 state = states[lane]
-                kind = kinds[lane]
+                kind = classes[there_of, channel]
                 slot = state & mask
                 symbol = lookup[kind, slot]
                 entry = packed[kind, symbol]
-                row[lane] = symbol
+                out[here_of, channel] = symbol
                 state = (entry & uint32(0xFFFF)) * (state >> uint32(_BITS)) + slot - (entry >> uint32(16))
                 more = state < uint32(1 << 16)
                 refilled = (state << uint32(16)) | uint32(words[at])
@@ -93,7 +94,8 @@ def encode(
     tokens, channels = symbols.shape
     words = np.empty(1 + stream_words(tokens, channels, lanes), np.uint16)
     states = np.full(lanes, 1 << 16, np.uint32)
-    begin = int(_encode(symbols, _rows(classes), classes.ndim == 2, distributions.packed, words, states))
+    tables = distributions.symbols, distributions.reciprocals
+    begin = int(_encode(symbols, _rows(classes), classes.ndim == 2, *tables, words, states))
     return words[begin:], states
 
 

@@ -13,6 +13,8 @@ __all__ = ["PROBABILITY_BITS", "Distributions", "stream_words"]
 
 PROBABILITY_BITS = 12
 TOTAL = 1 << PROBABILITY_BITS
+LOW = 1 << 16  # states stay at or above it
+RECIPROCAL_BITS = 44
 MAX_SYMBOLS = 256
 MAX_CLASSES = 1 << 14  # a table of 16 KiB each
 
@@ -105,6 +107,23 @@ class Distributions:
     def packed(self) -> npt.NDArray[np.uint32]:
         """uint32 `[classes, symbols]`: frequency (bits 0-15) and start (16-31)."""
         return self.frequencies.astype(np.uint32) | self.starts.astype(np.uint32) << np.uint32(16)
+
+    @cached_property
+    def reciprocals(self) -> npt.NDArray[np.uint64]:
+        """uint64 `[classes * symbols * 2]`, for encoders: of each symbol ⌈2^44 / frequency⌉, and frequency (bits 0-15),
+        4096 - frequency (16-31) and start (32-47).
+
+        A state below frequency * 2^20, times the first, fits 64 bits, and its bits from 44 on are state // frequency,
+        exactly: what the rounding adds is less than 1 / frequency, since frequency^2 is at most 2^24.
+        """
+        wide = self.frequencies.astype(np.uint64).reshape(-1)
+        some = np.maximum(wide, 1)
+        table = np.empty((len(wide), 2), np.uint64)
+        table[:, 0] = ((np.uint64(1) << np.uint64(RECIPROCAL_BITS)) + some - 1) // some
+        table[:, 1] = (
+            wide | (TOTAL - wide) << np.uint64(16) | self.starts.astype(np.uint64).reshape(-1) << np.uint64(32)
+        )
+        return table.reshape(-1)
 
     def check(self, contexts: npt.NDArray[np.integer], tokens: int, channels: int) -> npt.NDArray[np.uint16]:
         """The contexts as coders take them: uint16 `[channels]`, or `[tokens, channels]`.
