@@ -18,10 +18,10 @@ from kvstore.rope import RotarySpec
 from tests.unit.kvt_support import info, make_profile, segment, sides
 
 for layout, spec, rope, dtype, tokens, start in [
-    (KVLayout(3, 2, 16, 8), RotarySpec(16), "applied", "bfloat16", 40, 0),
+    (KVLayout(3, 2, 16, 8), RotarySpec(16), "applied", "bfloat16", 21, 0),
     (KVLayout(3, 2, 16, 8), RotarySpec(16, rotary_dim=6), "applied", "float32", 9, 100),
-    (KVLayout(3, 1, 24, 20), RotarySpec(24, layout="interleaved"), "applied", "float16", 33, 2),
-    (KVLayout(3, 2, 16, 9), RotarySpec(16), "none", "float32", 12, 7),
+    (KVLayout(3, 1, 24, 20), RotarySpec(24, layout="interleaved"), "applied", "float16", 13, 2),
+    (KVLayout(3, 2, 16, 9), RotarySpec(16), "none", "float32", 7, 7),
 ]:
     profile = make_profile(layout, levels=3, rotary=spec, step=0.05, spread=9.0, tail=1.0)
     codec = KvtCodec(profile)
@@ -52,7 +52,7 @@ for layout, spec, rope, dtype, tokens, start in [
     if dtype == "bfloat16":
         refused = 0
         rng = np.random.default_rng(1)
-        for _ in range(12):
+        for _ in range(4):
             data = bytearray(some[0][0])
             data[int(rng.integers(44 + 16 + 4 * 96, len(data)))] ^= 1 << int(rng.integers(8))
             try:
@@ -61,7 +61,7 @@ for layout, spec, rope, dtype, tokens, start in [
                 refused += 1
             else:
                 assert torch.isfinite(out[:1]).all()
-        assert refused >= 6, refused
+        assert refused >= 2, refused
 print("equal")
 """
 
