@@ -145,8 +145,10 @@ class Stager:
             if spec.nbytes > room and self._codec.levels > 1:  # what came of a layer would have to come again
                 return spec.data_offset
             return max(spec.data_offset, min(spec.nbytes, room))
-        # Level 0 is no longer than the raw bytes; how long lower levels are is known once one was read.
-        share = self._shares.get((whole, flight.level), 1.0 if flight.level is None else 0.0)
+        # How long what is wanted is, is known once one was read. Until then the header alone is asked for where levels
+        # lie apart or a lossy codec leaves little: reading what is not wanted costs more than asking twice.
+        guess = 1.0 if flight.level is None and self._codec.lossless else 0.0
+        share = self._shares.get((whole, flight.level), guess)
         return max(spec.data_offset, min(spec.data_offset + int(share * flight.nbytes), spec.nbytes, room))
 
     def _learn(self, flight: Flight, header: Header) -> None:
