@@ -9,11 +9,15 @@ After LMCache 0.5.6 (`lmcache/v1/config.py`, in-process mode). Four kinds of nam
   default, and so changes nothing, is passed over.
 * Everything else is unknown, and an error.
 
+A file in which kvstore is LMCache's remote store (`kvstore.integrations.lmcache.remote`) is understood too: the plug-in
+`kvstore` among `remote_storage_plugins`, and URLs that begin with `kvstore+`.
+
 LMCache itself warns about an unknown name and turns an unparsable value into None; here both are errors.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -21,12 +25,12 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .options import Option
-from .registry import ELSEWHERE, BackendURL, Given, parse_urls
+from .registry import ELSEWHERE, BackendURL, Given, known_schemes, parse_urls
 from .tiers.options import TierConfig
 
 __all__ = [
-    "ALIASES", "LOCAL", "SERDES", "UNUSED", "Alias", "Unused", "local_tiers", "parse_local", "resolve_unused",
-    "translate_url",
+    "ALIASES", "LOCAL", "SERDES", "UNUSED", "Alias", "Unused", "local_tiers", "parse_local", "plugin_options",
+    "resolve_unused", "translate_url",
 ]  # fmt: skip
 
 
@@ -213,6 +217,83 @@ def resolve_unused(name: str, given: Given) -> str | None:
     return f"LMCache's option {name!r}{which} is not used ({given.source}): {known.why}"
 
 
+_PLUGIN_NAME = "kvstore"
+_PLUGIN_CLASS = ("module_path", "class_name")
+
+
+def plugin_options(layer: Mapping[str, Given], notes: list[str]) -> tuple[dict[str, Given], dict[str, Given]]:
+    """One source of options without what it says of our plug-in, and the options that it gives the plug-in.
+
+    That is the name `kvstore`, or `kvstore.INSTANCE`, in `remote_storage_plugins`, and in `extra_config` what begins
+    with `remote_storage_plugin.NAME.`: `remote_url`, `config_file` and options of ours. Other plug-ins stay in the
+    layer.
+
+    Args:
+        notes: gets a sentence for what has no meaning here.
+
+    Raises:
+        ConfigError: several of our plug-ins, which are stores of their own; `backend_options`, as LMCache logs its
+            settings; another `remote_url` beside the plug-in's; or an `extra_config` that is no map.
+    """
+    rest = dict(layer)
+    listed = rest.get("remote_storage_plugins")
+    names = _plugin_names(listed.value) if listed is not None else []
+    ours = [name for name in names if name.partition(".")[0] == _PLUGIN_NAME]
+    if listed is None or not ours:
+        return rest, {}
+    if len(ours) > 1:
+        raise ConfigError(
+            f"remote_storage_plugins names {', '.join(ours)}: each is a store of its own, and a configuration is of "
+            f"one ({listed.source}); leave one of them"
+        )
+    rest["remote_storage_plugins"] = Given([name for name in names if name != ours[0]], listed.source)
+    prefix = f"remote_storage_plugin.{ours[0]}."
+    given = rest.pop("extra_config", Given({}, listed.source))
+    extra = _extra_config(given)
+    found = {name[len(prefix) :]: value for name, value in extra.items() if name.startswith(prefix)}
+    if left := {name: value for name, value in extra.items() if not name.startswith(prefix)}:
+        rest["extra_config"] = Given(left, given.source)
+    if "backend_options" in found:
+        raise ConfigError(
+            f"{prefix}backend_options ({given.source}): it may hold secrets, and LMCache writes its settings into its "
+            f"log; put it into a file of kvstore's own and name that as {prefix}config_file"
+        )
+    if passed := [f"{prefix}{name}" for name in _PLUGIN_CLASS if found.pop(name, None) is not None]:
+        notes.append(f"{' and '.join(passed)} are not used ({given.source}): they tell LMCache where to find kvstore")
+    url = rest.get("remote_url")
+    if url is not None and not found.keys().isdisjoint(("remote_url", "config_file")):
+        if url.value in (None, ""):
+            del rest["remote_url"]  # LMCache's null
+        elif "remote_url" in found:
+            raise ConfigError(
+                f"remote_url and {prefix}remote_url are given: to LMCache they are two stores, and a configuration is "
+                f"of one ({given.source}); leave one of them"
+            )
+    source = f"{given.source}, under {prefix[:-1]}"
+    return rest, {name: Given(value, source) for name, value in found.items()}
+
+
+def _plugin_names(value: object) -> list[str]:
+    """Of LMCache's `remote_storage_plugins`: a list, or its text in the environment, `a,b` or `["a", "b"]`."""
+    if isinstance(value, str):
+        value = re.split(r"[\s,]+", re.sub(r"[\[\]\"']", " ", value).strip())
+    return [name for name in value if isinstance(name, str) and name] if isinstance(value, list) else []
+
+
+def _extra_config(given: Given) -> dict[str, object]:
+    value = given.value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = ()
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):  # not shown: there may be a secret in it
+        raise ConfigError(f"LMCache's option 'extra_config' must map names to values ({given.source})")
+    return {str(name): each for name, each in value.items()}
+
+
 _FILE = "a folder shared by the nodes, file:///mnt/kv"
 _REMOTE = f"it has no counterpart here; use the memory of other nodes, node://host:port, or {_FILE}"
 _MOUNT = f"mount it and use {_FILE}"
@@ -235,6 +316,7 @@ _VALKEY = {
     "redis-cluster": "valkey",
     "resp": "valkey",
 }
+_BEHIND = "kvstore+"
 _SENTINEL_NAME = "redismaster"  # LMCache's default for REDIS_SERVICE_NAME
 
 TRANSLATED = ("fs", "mooncakestore", *_VALKEY)
@@ -249,6 +331,8 @@ def translate_url(url: BackendURL) -> list[BackendURL] | None:
 
     `fs://host:port/path[,path2]` is a folder, or several that share the keys; host and port mean nothing there. The
     path of a `redis://` URL is the number of a database; Sentinels watch the primary $REDIS_SERVICE_NAME.
+    `kvstore+SCHEME://` is for our plug-in, and its URL is what follows the `+`, unless the scheme is registered as it
+    stands (`kvstore+ucx`).
 
     Raises:
         ConfigError: the scheme has no counterpart; says what to use instead.
@@ -262,6 +346,11 @@ def translate_url(url: BackendURL) -> list[BackendURL] | None:
         return [_valkey(url)]
     if url.scheme == "mooncakestore":
         return [BackendURL("mooncake", url.authority, "", dict(url.options))]
+    if url.scheme.startswith(_BEHIND) and url.scheme not in (known := known_schemes()):
+        behind = BackendURL(url.scheme.removeprefix(_BEHIND), url.authority, url.path, dict(url.options))
+        if behind.scheme in known:
+            return [behind]
+        return translate_url(behind) if behind.scheme in SCHEMES else None
     if (why := _REFUSED.get(url.scheme)) is not None:
         raise ConfigError(f"{url.scheme}:// is one of LMCache's schemes, not of kvstore's: {why}")
     return None
@@ -293,6 +382,8 @@ def manual() -> str:
         "| `cache_policy` | `policy` of these tiers: `LRU`, `FIFO`; others are noted |",
         "| `remote_serde: naive` | `raw` |",
         "| `remote_serde: cachegen` | `cachegen`, with `codec_profile` (`kvstore-codec profile` makes one) |",
+        "| `remote_storage_plugins: [kvstore]` | `remote_url` and options that `extra_config` has under "
+        "`remote_storage_plugin.kvstore.` |",
     ]
     options: dict[str, list[str]] = {}
     for name, known in UNUSED.items():
@@ -306,6 +397,7 @@ def manual() -> str:
         "",
         "| LMCache URL | here |",
         "|---|---|",
+        "| `kvstore+SCHEME://…` | `SCHEME://…` |",
         "| `fs://host:port/a,/b` | `file:///a`, `file:///b` |",
         "| `s3://bucket.s3.REGION.amazonaws.com` | `s3://bucket?region=REGION`; records of LMCache's are not read |",
         "| `redis://host:port/N`, `rediss://…`, `resp://…` | `valkey://host:port?database=N`, `valkeys://…` |",

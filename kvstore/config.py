@@ -21,7 +21,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ._lmcache import ALIASES, LOCAL, SERDES, UNUSED, local_tiers, parse_local, resolve_unused, with_unit
+from ._lmcache import (
+    ALIASES,
+    LOCAL,
+    SERDES,
+    UNUSED,
+    local_tiers,
+    parse_local,
+    plugin_options,
+    resolve_unused,
+    with_unit,
+)
 from .errors import ConfigError
 from .keys import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from .options import Option, show_value, unknown_option
@@ -272,15 +282,13 @@ class Config:
                 value = getattr(self, option.name)
                 places = option.kind in ("urls", "tiers")
                 text = ", ".join(each.shown for each in value) if places else show_value(option, value)
-                if option.kind == "paths":
-                    text = ", ".join(value) or "—"
                 rows.append((option.name, text, self.sources.get(option.name, "default")))
         remarks = [f"note: {note}" for note in self.notes]
         for url in self.urls:
             try:
                 rows += [(f"{url.base} {name}", value, source) for name, value, source in self._describe_backend(url)]
             except ConfigError as error:
-                remarks.append(f"error: {url.base}: {error}")
+                remarks.append(f"error: {url.about(error)}")
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
         return "\n".join([*lines, *remarks])
@@ -324,6 +332,17 @@ class _Layers:
 
     def add(self, layer: Mapping[str, Given], *, tolerant: bool = False) -> None:
         """Add one source. `tolerant`: note an unknown name, as it is another program's."""
+        layer, plugin = plugin_options(layer, self.notes)
+        self._add(layer, tolerant=tolerant)
+        file = plugin.pop("config_file", None)
+        if file is not None:
+            if not isinstance(file.value, str) or not file.value.strip():
+                raise ConfigError(f"option 'config_file' is not the path of a file ({file.source})")
+            inner = {name: Given(value, f"in {file.value}") for name, value in read_yaml(file.value).items()}
+            self._add({name: given for name, given in inner.items() if name != "remote_url" or name not in layer})
+        self._add(plugin)
+
+    def _add(self, layer: Mapping[str, Given], *, tolerant: bool = False) -> None:
         seen: dict[str, str] = {}
         for name, given in layer.items():
             target = self._target(name, given, tolerant=tolerant)

@@ -8,7 +8,7 @@ works on it as on another one.
 
     keep = choose_tokens(scores, budget=0.4)               # positions in the chunk
     context = store.key_context(..., extra=(dropped_extra(budget=0.4),))
-    item = reduced_item(key, raw, layout, dtype, keep, begin=begin, end=end, meta={...})
+    item = reduced_item(key, raw, layout, dtype, keep, begin=begin, end=end, rope="applied")
     ...
     head, = store.submit_heads([key]).result()
     positions = kept_positions(head)                       # then Want(key, dst, kv_spec(layout, dtype, len(positions)))
@@ -151,12 +151,18 @@ def unpack_positions(packed: object, begin: int, end: int) -> Positions:
     return (np.flatnonzero(bits) + begin).astype(np.int32)
 
 
-def kept_positions(header: Header) -> Positions | None:
+def kept_positions(header: Header | None) -> Positions | None:
     """The absolute positions of the tokens that a stored chunk holds, int32 `[kept]`; None if none were dropped.
 
+    Args:
+        header: of the record (`Store.submit_heads`). None, which stands there for a miss, is refused.
+
     Raises:
+        ConfigError: there is no header.
         CorruptRecord: its meta does not say so clearly.
     """
+    if header is None:
+        raise ConfigError("there is no header: submit_heads gives None where no record was found; ask for that before")
     meta = header.meta()
     if "positions" not in meta:
         return None
@@ -212,6 +218,7 @@ def reduced_item(
     *,
     begin: int,
     end: int,
+    rope: str | None = None,
     meta: Mapping[str, Any] | None = None,
     parent: Key | None = None,
 ) -> Item:
@@ -222,11 +229,18 @@ def reduced_item(
         segments: the full chunk: one contiguous buffer per layer.
         kept: ascending indices into the chunk (`choose_tokens`).
         begin, end: the positions of the full chunk in the prompt.
-        meta: further meta; `tokens` and `positions` are set here.
+        rope: how K is stored: "applied", after the rotary embedding (as attention leaves it in a cache), or "none",
+            before it. None leaves it unsaid; the codec kvt refuses such a record, no other codec asks.
+        meta: further meta; `tokens`, `positions` and, where it is given, `rope` are set here.
 
     Raises:
-        ConfigError: the segments are not those of such a chunk.
+        ConfigError: the segments are not those of such a chunk; `rope` is neither, or `meta` says something else.
     """
+    if rope not in (None, "applied", "none"):
+        raise ConfigError(f"rope={rope!r} is not known; use 'applied', or 'none' for K before the rotation")
+    said = dict(meta or {})
+    if rope is not None and said.setdefault("rope", rope) != rope:
+        raise ConfigError(f"rope={rope!r} is given, and meta says rope={said['rope']!r}; give one")
     if len(segments) != layout.num_layers:
         raise ConfigError(f"{len(segments)} segments were given for {layout.num_layers} layers")
     indices = np.asarray(kept)
@@ -236,4 +250,4 @@ def reduced_item(
         for segment in segments
     ]
     spec = kv_spec(layout, dtype, len(indices))
-    return Item(key, views, spec, {**(meta or {}), "tokens": [begin, end], "positions": packed}, parent)
+    return Item(key, views, spec, {**said, "tokens": [begin, end], "positions": packed}, parent)

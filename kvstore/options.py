@@ -224,6 +224,8 @@ def show_value(option: Option, value: Any) -> str:
         return f"{value * 1000:g} ms" if 0 < value < 1 else f"{value:g} s"
     if option.kind == "bool":
         return "true" if value else "false"
+    if option.kind == "paths":
+        return ", ".join(value) or "—"
     return f"{value}" if value != "" else '""'
 
 

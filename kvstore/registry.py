@@ -190,6 +190,11 @@ class BackendURL:
         )
         return self.base + (f"?{query}" if query else "")
 
+    def about(self, error: Exception) -> str:
+        """A message with the place it is about in front, unless it begins with that itself."""
+        text = str(error)
+        return text if text.startswith(f"{self.scheme}://{self.authority}:") else f"{self.base}: {text}"
+
     @property
     def shown(self) -> str:
         """For logs and reprs: the URL without the values of its options, which nobody has checked for secrets yet."""

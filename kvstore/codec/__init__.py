@@ -22,6 +22,7 @@ __all__ = [
     "codec_by_name",
     "codec_by_number",
     "codec_number",
+    "load_profiles",
     "open_codec",
 ]
 
@@ -118,13 +119,32 @@ def open_codec(name: str, profiles: Sequence[str] = ()) -> Codec:
     check_profile(name, profiles)
     if not profiles:
         return _ready(codec_by_name(name))
-    from .profile import Profile, register
+    from .profile import register
 
-    loaded = [Profile.load(path) for path in profiles]
+    loaded = load_profiles(name, profiles)
     codecs = [codec_by_name(name, profile) for profile in loaded]  # all are looked into now, not when a record comes
     for profile in loaded:
         register(profile)
     return _ready(codecs[0])
+
+
+def load_profiles(name: str, profiles: Sequence[str]) -> list[Profile]:
+    """The profiles of these files, for the codec called `name`.
+
+    Raises:
+        ConfigError: there is no such file, it is damaged or no profile, or it is another codec's; names the file.
+    """
+    from .profile import Profile
+
+    loaded = []
+    for path in profiles:
+        profile = Profile.load(path)
+        if profile.codec != name:
+            raise ConfigError(
+                f"codec {name!r} cannot use {path}: profile {profile.id}, which is for codec {profile.codec!r}"
+            )
+        loaded.append(profile)
+    return loaded
 
 
 def _ready(codec: Codec) -> Codec:

@@ -94,9 +94,8 @@ def build_profile(
     context = _check(token_lists, metric, ridge, levels, kl, rounding, sinks, judges, draws, continuation)
     runner = Runner(model)
     learn, judge = token_lists[judges:], token_lists[:judges]
-    tell(f"statistics of {len(learn)} contexts of {context} tokens ({metric})")
     statistics, layout = gather(
-        runner, learn, context=context, sinks=sinks, draws=draws, metric=metric, seed=seed
+        runner, learn, context=context, sinks=sinks, draws=draws, metric=metric, seed=seed, tell=tell
     )  # fmt: skip
     sides = [
         basis_of(mean, covariance, weight, ridge)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -95,7 +95,8 @@ class Runner:
             ConfigError: its cache is not K and V of every token and layer.
         """
         with self.torch.no_grad():
-            cache = self._forward(ids, logits_to_keep=1).past_key_values
+            out = self._forward(ids, logits_to_keep=1)
+            cache = getattr(out, "cache", None) or out.past_key_values  # as newer and older transformers call it
         layers = getattr(cache, "layers", None) or ()
         shapes = {(tuple(layer.keys.shape[:3]), layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
         if len(shapes) != 1 or next(iter(shapes))[0][::2] != (1, len(ids)):
@@ -170,13 +171,14 @@ def _frozen(model: Any) -> Iterator[None]:
 
 
 def gather(runner: Runner, lists: Sequence[Sequence[int]], *, context: int, sinks: int, draws: int, metric: str,
-           seed: int) -> tuple[Statistics, KVLayout]:  # fmt: skip
+           seed: int, tell: Callable[[str], None] = lambda _: None) -> tuple[Statistics, KVLayout]:  # fmt: skip
     """Statistics over contexts: one forward pass over each, and one forward and backward pass over what follows it.
 
     Args:
         lists: token lists of more than `context` tokens; what is beyond it is the continuation.
         draws: next tokens drawn at each position of the continuation.
         metric: one of `METRICS`.
+        tell: told what is being done, once per context.
     """
     sums: list[Doubles] = []
     squares: list[Doubles] = []
@@ -184,6 +186,7 @@ def gather(runner: Runner, lists: Sequence[Sequence[int]], *, context: int, sink
     tokens = 0
     layout = None
     for number, ids in enumerate(lists):
+        tell(f"statistics: context {number + 1} of {len(lists)} ({metric})")
         prefilled = runner.prefill(ids[:context])
         both = [x[:, sinks:].transpose(0, 2, 1, 3) for x in (prefilled.keys, prefilled.values)]
         if layout is None:

@@ -224,8 +224,10 @@ class Profile:
                 head_length, body_length = _lengths(start)
                 size = os.fstat(file.fileno()).st_size
                 if size != _HEAD.size + head_length + body_length:
-                    raise _Broken(f"it has {size} bytes instead of {_HEAD.size + head_length + body_length}")
+                    raise _Damaged(f"it has {size} bytes instead of {_HEAD.size + head_length + body_length}")
                 return cls.from_bytes(start + file.read())
+        except _Damaged as error:
+            raise ConfigError(f"codec profile {where} is damaged: {error}; copy it anew") from error
         except _Broken as error:
             raise ConfigError(f"{where} is not a codec profile: {error}") from error
         except (OSError, ValueError) as error:  # ValueError: a path that cannot be one
@@ -244,10 +246,10 @@ class Profile:
         data = memoryview(data)
         head_length, body_length = _lengths(data)
         if len(data) != _HEAD.size + head_length + body_length:
-            raise _Broken(f"it has {len(data)} bytes instead of {_HEAD.size + head_length + body_length}")
+            raise _Damaged(f"it has {len(data)} bytes instead of {_HEAD.size + head_length + body_length}")
         stored = data[_HEAD.size - 32 : _HEAD.size]
         if hashlib.sha256(data[_HEAD.size :]).digest() != bytes(stored):
-            raise _Broken("it is damaged: its content has another SHA-256 than it says")
+            raise _Damaged("its content has another SHA-256 than it says")
         head = _parse_head(data[_HEAD.size : _HEAD.size + head_length])
         arrays = _parse_arrays(head["arrays"], data[_HEAD.size + head_length :])
         layout, dtypes = head["layout"], head["dtypes"]
@@ -277,6 +279,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 class _Broken(ConfigError):
     """What is wrong with the bytes of a profile."""
+
+
+class _Damaged(_Broken):
+    """They begin as a profile does, and are not all there, or not as they were written."""
 
 
 def _lengths(start: bytes | memoryview) -> tuple[int, int]:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.codec.profile import Profile
 from kvstore.config import OPTIONS
+from kvstore.layout import KVLayout
 from kvstore.manual import manual
 from kvstore.registry import SCHEMES, backend_class
 from kvstore_cli.config import check_config
+from kvstore_cli.doctor import diagnose
 from kvstore_cli.main import COMMANDS, main
 from kvstore_cli.options import scheme_facts
 
@@ -214,3 +217,45 @@ def test_a_scheme_whose_extra_is_missing_says_how_to_install_it(monkeypatch: pyt
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert "Usage: kvstore" in capsys.readouterr().out
+
+
+def test_codec_profiles_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvprofile"
+    text = f"remote_url: memory://\nremote_serde: kvt\ncodec_profile: {path}\n"
+    said = []
+    for content in (None, b"x" * 99, "cachegen", "cut", "kvt"):
+        if content in ("cachegen", "kvt"):
+            Profile(codec=str(content), model="m", layout=KVLayout(1, 1, 8)).save(path)
+        elif content == "cut":
+            path.write_bytes(path.read_bytes()[:-1])
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        status, report = checked(tmp_path, text)
+        assert status == (0 if content == "kvt" else 2)
+        if status:
+            (error,) = report["errors"]
+            said.append(error)
+            assert values(report)["codec_profile"][0] == str(path)
+            status, report = diagnose((), config_file=str(tmp_path / "kv.yaml"))
+            assert (status, report["error"]) == (2, error)
+    shown = re.escape(str(path))
+    for error, expected in zip(
+        said,
+        (
+            "profile PATH: No such file",
+            "PATH is not a codec profile: it begins",
+            "kvt' cannot use PATH: profile .* for codec 'cachegen'",
+            "profile PATH is damaged: it has",
+        ),
+        strict=True,
+    ):
+        assert re.search(expected.replace("PATH", shown), error), error
+        assert error.startswith("option 'codec_profile': ")
+        assert error.endswith(f"(in {tmp_path}/kv.yaml)")
+
+
+def test_an_error_names_its_place_once(tmp_path: Path) -> None:
+    errors = checked(tmp_path, "remote_url: s3://x/kv")[1]["errors"]
+    assert errors == ["s3://x: 'x' is not the name of a bucket (3 to 63 letters, digits, . and -)"]
+    errors = checked(tmp_path, "remote_url: file:///mnt/kv?lane=3")[1]["errors"]
+    assert errors[0].startswith("file:///mnt/kv: unknown option")

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvstore.backend import MISS, Backend, Capability, KeyInfo, Outcome, Read, Status, Write
-from kvstore.errors import PermanentError, TransientError
+from kvstore.errors import ConfigError, PermanentError, TransientError
 from kvstore.keys import Key
 from kvstore_backends.memory import MemoryBackend
 from kvstore_backends.node_server import NodeServer
@@ -400,3 +402,39 @@ def test_the_text_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_what_makes_no_sense(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_advice_names_the_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Backend:
+        raise ConfigError("no")
+
+    monkeypatch.setattr("kvstore_cli.doctor_probe.open_backend", refuse)
+    assert look("memory://")[1]["open"]["advice"] == "see `kvstore options memory`"
+
+
+def test_a_node_that_fails_is_said_once() -> None:
+    """In a process of its own: there are no handlers for the log there, and Python prints warnings itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"node://127.0.0.1:{listener.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore_cli", "doctor", url, "--timeout", "20s"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert done.returncode == 1
+    assert done.stdout.count("no frame of ours") == 1
+    assert done.stderr == ""

@@ -180,3 +180,86 @@ def test_no_name_has_two_meanings() -> None:
     assert not ours & {*lmcache.UNUSED, *lmcache.LOCAL}
     assert all(alias.name in ours for alias in lmcache.ALIASES.values())
     assert all(alias.name == name for name, alias in lmcache.ALIASES.items() if name in ours)
+
+
+# Files in which kvstore is LMCache's remote store.
+
+PLUGIN_FILE = """
+chunk_size: 256
+remote_url: null
+remote_storage_plugins: ["kvstore"]
+extra_config:
+  remote_storage_plugin.kvstore.module_path: kvstore.integrations.lmcache
+  remote_storage_plugin.kvstore.class_name: KVStoreAdapter
+  remote_storage_plugin.kvstore.remote_url: "file:///mnt/kv?lanes=3"
+  remote_storage_plugin.kvstore.namespace: team-a
+"""
+
+
+def test_our_plugin_in_lmcaches_file(write: Callable[[str], Path]) -> None:
+    path = write(PLUGIN_FILE)
+    config = load(None, config_file=path)
+    assert [str(url) for url in config.remote_url] == ["file:///mnt/kv?lanes=3"]
+    assert (config.namespace, config.chunk_size) == ("team-a", 256)
+    assert config.sources["namespace"] == f"in {path}, under remote_storage_plugin.kvstore"
+    (note,) = config.notes
+    assert "kvstore.module_path and remote_storage_plugin.kvstore.class_name are not used" in note
+    config = load(None, config_file=write(PLUGIN_FILE + "  save_chunk_meta: false\n"))
+    assert "extra_config' (save_chunk_meta) is not used" in config.notes[1], "ours are not among the unused ones"
+
+
+def test_our_plugin_in_lmcaches_environment() -> None:
+    extra = '{"remote_storage_plugin.kvstore.one.remote_url": "memory://"}'
+    for names in ("kvstore.one", '["kvstore.one"]'):
+        env = {"LMCACHE_REMOTE_STORAGE_PLUGINS": names, "LMCACHE_EXTRA_CONFIG": extra}
+        assert [str(url) for url in load(None, env=env).remote_url] == ["memory://"]
+
+
+def test_a_file_of_our_own_named_by_the_plugin(write: Callable[[str], Path], tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("remote_url: memory://\nnamespace: in-file\nreplicas: 1\n", encoding="utf-8")
+    text = PLUGIN_FILE.replace('remote_url: "file:///mnt/kv?lanes=3"', f"config_file: {own}")
+    config = load(None, config_file=write(text))
+    assert [str(url) for url in config.remote_url] == ["memory://"]
+    assert config.namespace == "team-a", "what LMCache's file says wins"
+    assert config.sources["remote_url"] == f"in {own}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('["kvstore"]', '["kvstore.a", "kvstore.b"]', "kvstore.a, kvstore.b: each is a store of its own"),
+        ('["kvstore"]', '["kvstore", "other"]', "'remote_storage_plugins' is not supported"),
+        ("remote_url: null", "remote_url: redis://h:1", "are two stores"),
+        ("namespace: team-a", "backend_options: {s3: {x: hunter2}}", "kvstore.config_file"),
+        ("namespace: team-a", "namespce: team-a", "did you mean 'namespace'.*under remote_storage_plugin.kvstore"),
+        ("namespace: team-a", "config_file: 7", "'config_file' is not the path"),
+    ],
+)
+def test_a_plugin_that_makes_no_sense(write: Callable[[str], Path], old: str, new: str, says: str) -> None:
+    assert old in PLUGIN_FILE
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(None, config_file=write(PLUGIN_FILE.replace(old, new)))
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "means"),
+    [
+        ("kvstore+s3://bucket/kv?region=us-west-2", ["s3://bucket/kv?region=us-west-2"]),
+        ("kvstore+file:///mnt//kv/", ["file:///mnt/kv"]),
+        ("kvstore+fs://h:0/a,/b", ["file:///a", "file:///b"]),
+        ("kvstore+redis://h:1/2", ["valkey://h:1?database=2"]),
+        ("kvstore+memory://,kvstore+file:///a", ["memory://", "file:///a"]),
+        ("kvstore+ucx://10.0.0.1:7070", ["kvstore+ucx://10.0.0.1:7070"]),
+        ("kvstore+s4://bucket", ["kvstore+s4://bucket"]),
+    ],
+)
+def test_a_url_behind_our_prefix(url: str, means: list[str]) -> None:
+    assert [str(each) for each in load(None, env={"LMCACHE_REMOTE_URL": url}).remote_url] == means
+
+
+def test_the_older_form_with_options(write: Callable[[str], Path]) -> None:
+    text = PLUGIN_FILE.replace('  remote_storage_plugin.kvstore.remote_url: "file:///mnt/kv?lanes=3"\n', "")
+    config = load(None, config_file=write(text.replace("remote_url: null", "remote_url: kvstore+memory://")))
+    assert ([str(url) for url in config.remote_url], config.namespace) == (["memory://"], "team-a")

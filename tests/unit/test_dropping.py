@@ -200,6 +200,30 @@ def test_what_is_no_chunk_is_refused(change: dict[str, Any], says: str) -> None:
         reduced_item(key, segments, LAYOUT, "bf16", kept, **given_)
 
 
+def test_rope_is_said_where_it_is_given() -> None:
+    (key,) = chain(1)
+    segments = [bytes(LAYOUT.segment_bytes(64, "bf16"))] * 3
+
+    def meta(**more: Any) -> dict[str, Any]:
+        return dict(reduced_item(key, segments, LAYOUT, "bf16", [1, 2], begin=0, end=64, **more).meta or {})
+
+    assert "rope" not in meta()
+    assert meta(rope="applied")["rope"] == "applied"
+    assert meta(rope="none", meta={"rope": "none", "mine": 1}) == {**meta(rope="none"), "mine": 1}
+    assert meta(meta={"rope": "applied"})["rope"] == "applied"
+    with pytest.raises(ConfigError, match="rope='yes' is not known"):
+        meta(rope="yes")
+    with pytest.raises(ConfigError, match="meta says rope='none'"):
+        meta(rope="applied", meta={"rope": "none"})
+
+
+def test_a_miss_has_no_kept_positions() -> None:
+    with store_over(DictBackend()) as store:
+        (head,) = store.submit_heads(chain(1)).result()
+    with pytest.raises(ConfigError, match="no header: submit_heads gives None"):
+        kept_positions(head)
+
+
 # A model that goes on.
 
 

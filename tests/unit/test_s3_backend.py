@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 import kvstore
 from kvstore.backend import Capability, Read, Status, Write
 from kvstore.errors import ConfigError, PermanentError, TransientError
-from kvstore.registry import open_backend
+from kvstore.registry import open_backend, parse_url
+from kvstore_cli.doctor_network import s3_endpoint
 from tests.s3_support import (
     ACCESS_KEY,
     BUCKET,
@@ -244,6 +247,36 @@ def test_a_region_is_needed_on_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
     with pytest.raises(ConfigError, match="which region"):
         open_backend("s3://bucket")
+
+
+@pytest.mark.parametrize("client", ["native", "boto3", "aioboto3"])
+def test_where_the_region_comes_from(client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option, AWS_REGION, AWS_DEFAULT_REGION, the profile: in requests' signatures, and for `kvstore doctor`."""
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = eu-north-1\n", encoding="utf-8")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+
+    def signed(**options: Any) -> str:
+        with ScriptedServer(lambda asked: answer(200, etag='"e"')) as server:
+            backend = open_s3(server.endpoint, client=client, conditional_writes="on", **{"region": None, **options})
+            assert put(backend, 1, b"x").ok
+            backend.close()
+            signatures = [asked.headers["authorization"] for asked in server.asked]
+        (scope,) = {re.findall(r"Credential=[^/]*/[0-9]+/([^/]+)/", each)[0] for each in signatures}
+        return str(scope)
+
+    def doctors() -> str:
+        return str(re.findall(r"s3\.(.+)\.amazonaws", s3_endpoint(parse_url("s3://bucket"), {}))[0])
+
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
+    assert signed(region="eu-west-3") == "eu-west-3"
+    assert (signed(), doctors()) == ("eu-west-1", "eu-west-1")
+    monkeypatch.setenv("AWS_REGION", "")
+    assert (signed(), doctors()) == ("eu-west-2", "eu-west-2")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert (signed(), doctors()) == ("eu-north-1", "eu-north-1")
 
 
 @pytest.mark.parametrize("client", ["boto3", "aioboto3"])

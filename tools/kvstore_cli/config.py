@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
+from kvstore.codec import load_profiles
 from kvstore.config import OPTIONS, Config, load_config
 from kvstore.errors import ConfigError
 from kvstore.options import show_value
 from kvstore.registry import PLACEMENT_OPTIONS, BackendURL, Given, backend_class, split_options, wrapper_options
 
-from .output import check_targets, print_table, write_json
+from .output import check_targets, print_table, quiet, write_json
 
 __all__ = ["check_config", "config"]
 
@@ -25,10 +26,12 @@ __all__ = ["check_config", "config"]
 def _check(file: str, environment: bool, as_json: str) -> int:
     """Print what FILE (kvstore's YAML, or LMCache's) means: each option, its value and where it came from.
 
-    Unknown options, bad values and unknown URLs are named, with what was probably meant. Nothing is connected to.
+    Unknown options, bad values and unknown URLs are named, with what was probably meant. Nothing is connected to;
+    files that codec_profile names are read.
     """
     check_targets(as_json)
-    status, report = check_config(file, environment=environment)
+    with quiet():
+        status, report = check_config(file, environment=environment)
     if as_json:
         write_json(report, as_json)
     if as_json != "-":
@@ -54,7 +57,11 @@ def check_config(
             places.append({"url": url.base, "options": _place_rows(found, url)})
         except ConfigError as error:
             # What is not installed may be on the host that the file is for.
-            (missing if "not installed" in str(error) else errors).append(f"{url.base}: {error}")
+            (missing if "not installed" in str(error) else errors).append(url.about(error))
+    try:
+        load_profiles(found.remote_serde, found.codec_profile)
+    except ConfigError as error:
+        errors.append(f"option 'codec_profile': {error} ({found.sources.get('codec_profile', 'default')})")
     status = 2 if errors else 1 if missing else 0
     return status, _report(
         file, status, options=rows, places=places, errors=errors, missing=missing, notes=list(found.notes)
@@ -71,7 +78,7 @@ def _store_row(found: Config, option: Any) -> dict[str, str]:
     if option.kind in ("urls", "tiers"):
         shown = ", ".join(each.shown for each in value) or "—"
     else:
-        shown = "—" if value == () else show_value(option, value)
+        shown = show_value(option, value)
     return {"name": option.name, "value": shown, "from": found.sources.get(option.name, "default")}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from kvstore.codec import load_profiles
 from kvstore.config import Config, load_config
 from kvstore.errors import ConfigError
 from kvstore.options import parse_duration, parse_size
@@ -24,7 +25,7 @@ from kvstore.registry import BackendURL, Given, backend_class, split_options
 from .doctor_checks import Place
 from .doctor_network import check_s3_credentials, check_s3_service, check_way, targets_of
 from .doctor_probe import check_folder, try_place
-from .output import check_targets, write_json
+from .output import check_targets, quiet, write_json
 
 __all__ = ["diagnose", "doctor"]
 
@@ -48,7 +49,8 @@ def _doctor(urls: Sequence[str], config_file: str, timeout: str, size: str, read
         raise ConfigError("name a URL, for instance kvstore doctor s3://bucket/kv?region=us-west-2, or --config FILE")
     if config_file and not Path(config_file).is_file():
         raise ConfigError(f"option 'config': there is no file {config_file}")
-    status, report = diagnose(urls, config_file=config_file, timeout=seconds, nbytes=nbytes, read_only=read_only)
+    with quiet():
+        status, report = diagnose(urls, config_file=config_file, timeout=seconds, nbytes=nbytes, read_only=read_only)
     if as_json:
         write_json(report, as_json)
     if as_json != "-":
@@ -64,6 +66,11 @@ def diagnose(
         config = load_config(list(urls) or None, config_file=config_file or None)
     except ConfigError as error:
         return 2, _report([], 2, str(error), ())
+    try:
+        load_profiles(config.remote_serde, config.codec_profile)
+    except ConfigError as error:
+        text = f"option 'codec_profile': {error} ({config.sources.get('codec_profile', 'given')})"
+        return 2, _report([], 2, text, config.notes)
     senseless = False
     places = []
     for url in config.urls:
@@ -140,6 +147,7 @@ def _print(report: dict[str, Any]) -> None:
                 print(f"      → {check['advice']}")
     failed = sum(check["status"] == "fail" for place in report["places"] for check in place["checks"])
     warned = sum(check["status"] == "warn" for place in report["places"] for check in place["checks"])
+    failed += bool(report["error"])
     print("nothing is wrong" if report["ok"] and not warned else f"{failed} failed, {warned} to look at")
 
 

@@ -109,7 +109,7 @@ def try_place(place: Place, url: BackendURL, overrides: dict[str, object], *, nb
         place.add("open", "fail", "it could not be opened in time", "the service accepts connections and says nothing")
         return
     except KVStoreError as error:
-        place.add("open", "fail", str(error), _advice(error))
+        place.add("open", "fail", str(error), _advice(error, place))
         return
     except OSError as error:
         place.add("open", "fail", f"{error.strerror or error}", "check the path and its permissions")
@@ -188,11 +188,13 @@ class _Trial:
             self._place.add(operation, "fail", "it did not end by its deadline", "a hung file system or service")
             return None
         except KVStoreError as error:
-            self._place.add(operation, "fail", str(error), _advice(error))
+            self._place.add(operation, "fail", str(error), _advice(error, self._place))
             return None
         if outcome.error is not None:
             reader = operation == "put" and isinstance(outcome.error, PermanentError)
-            advice = "a host that only reads needs no more: --read-only" if reader else _advice(outcome.error)
+            advice = _advice(outcome.error, self._place)
+            if reader:
+                advice = "a host that only reads needs no more: --read-only"
             self._place.add(operation, "fail", str(outcome.error), advice)
             return None
         return outcome, time.monotonic() - began
@@ -236,7 +238,7 @@ class _Trial:
         except Late:
             self._place.add("list", "fail", "it did not end by its deadline", "a hung file system or service")
         except KVStoreError as error:
-            self._place.add("list", "fail", str(error), _advice(error))
+            self._place.add("list", "fail", str(error), _advice(error, self._place))
         else:
             self._place.add("list", "ok", f"a first page of {len(page)} records", records=len(page))
 
@@ -323,10 +325,10 @@ class _Trial:
             )
 
 
-def _advice(error: KVStoreError) -> str:
+def _advice(error: KVStoreError, place: Place) -> str:
     """For errors whose own text names no way out."""
     if isinstance(error, ConfigError):
-        return "see `kvstore options SCHEME`"
+        return f"see `kvstore options {place.url.partition('://')[0]}`"
     text = error.message.lower()
     if "deadline" in text or "in time" in text or "silent" in text:
         return (

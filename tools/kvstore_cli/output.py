@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from kvstore.errors import ConfigError
 
 _WIDEST = 60
 
-__all__ = ["check_targets", "print_table", "write_html", "write_json"]
+__all__ = ["check_targets", "print_table", "quiet", "write_html", "write_json"]
 
 
 def check_targets(as_json: str, html: str = "") -> None:
@@ -32,6 +34,18 @@ def check_targets(as_json: str, html: str = "") -> None:
             raise ConfigError(f"option {flag!r}: {path} is a folder; name a file")
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ConfigError(f"option {flag!r}: there is no folder {os.path.dirname(path)}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Warnings of the library do not go to standard error: what they say is in the report. Handlers that somebody has
+    set up get them all the same."""
+    logger, handler = logging.getLogger("kvstore"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def write_json(value: Any, path: str) -> None:

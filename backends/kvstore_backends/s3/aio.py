@@ -110,7 +110,9 @@ class AioClient(LibraryClient):
         }  # fmt: skip
         with named(settings):
             arguments["config"] = self._config(**arguments["config"])
-            session = self._aioboto3.Session(profile_name=settings.profile, **secrets)
+            session = self._aioboto3.Session(
+                profile_name=settings.profile, region_name=arguments["region_name"], **secrets
+            )
             context = session.client("s3", **arguments)
             boto = await context.__aenter__()
         self._contexts.append(context)

@@ -20,7 +20,7 @@ __all__ = ["OPTIONS", "Settings", "settings_from_url"]
 MIB = 1 << 20
 
 OPTIONS: tuple[Option, ...] = (
-    Option("region", "str", None, "Region of the bucket; unset: AWS_REGION or the profile's."),
+    Option("region", "str", None, "Region of the bucket; unset: AWS_REGION, AWS_DEFAULT_REGION or the profile's."),
     Option("endpoint_url", "str", None, "Where the service is, for anything but AWS: http://127.0.0.1:8333, "
            "https://minio.example:9000."),
     Option("addressing", "choice", "auto", "The bucket in the path or in the host name; auto: what botocore finds "

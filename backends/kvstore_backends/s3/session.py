@@ -6,6 +6,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import os
 import re
 import ssl
 import sys
@@ -63,19 +64,27 @@ def named(settings: Settings) -> Iterator[None]:
 def make_session(settings: Settings) -> Any:
     """A botocore session with the options' profile and credentials; without them the standard chain is asked.
 
+    $AWS_REGION, if it is set, is its region: botocore itself reads AWS_DEFAULT_REGION and the profile only.
+
     Raises:
         ConfigError: there is no such profile, or the AWS configuration cannot be read.
     """
     with named(settings):
         session = botocore.session.Session(profile=settings.profile)
         session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    if region := os.environ.get("AWS_REGION"):
+        session.set_config_variable("region", region)
     if settings.access_key_id is not None:
         session.set_credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
     return session
 
 
 def region_of(settings: Settings, session: Any) -> str:
-    """The region: the option's, the environment's or the profile's. Behind an endpoint of one's own any will do.
+    """The region: the option's, that of AWS_REGION, of AWS_DEFAULT_REGION, or the profile's. Behind an endpoint of
+    one's own any will do.
+
+    Args:
+        session: of `make_session`.
 
     Raises:
         ConfigError: none is known.
@@ -86,7 +95,8 @@ def region_of(settings: Settings, session: Any) -> str:
     if settings.endpoint_url is not None:
         return "us-east-1"
     raise ConfigError(
-        f"s3://{settings.bucket}: which region? Give the option region=…, or set AWS_REGION or the profile's region"
+        f"s3://{settings.bucket}: which region? Give the option region=…, or set AWS_REGION, "
+        "AWS_DEFAULT_REGION or the profile's region"
     )
 
 
