@@ -6,10 +6,12 @@ import importlib.util
 import json
 import math
 import os
+import platform
 import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,18 +23,21 @@ from kvstore.codec.base import Codec, Decoder, Encoded, SegmentInfo
 from kvstore.errors import ConfigError, CorruptRecord
 from kvstore.layout import KVLayout
 from kvstore.record import parse_header
-from kvstore_bench import cli, texts
+from kvstore_bench import cli, codec_profiles, texts
 from kvstore_bench.codec import Plan, run_codec
 from kvstore_bench.codec_entropy import modelled_bits, watched
-from kvstore_bench.codec_figures import best_level, figures_of
+from kvstore_bench.codec_figures import best_level, figures_of, unjudged
 from kvstore_bench.codec_lmcache import LMCacheProcess
 from kvstore_bench.codec_measure import Pass, Scheme, measure
 from kvstore_bench.codec_page import page, plot
 from kvstore_bench.codec_records import chunks_of, refines_alike, store
 from kvstore_bench.codec_report import CodecReport, QualityRow, SpeedRow
 from kvstore_bench.codec_speed import a_core, measure_speed, one_core
+from kvstore_bench.progress import telling
 from kvstore_bench.quality import Score, summarise
 from kvstore_bench.report import Figure
+
+from .codec_profile_support import small_profile
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -150,6 +155,107 @@ def test_own_texts(tmp_path: Path) -> None:
         texts.load_corpus("texts", documents, words, window=100, held_out=9, profile=1)
     with pytest.raises(ConfigError, match="cannot be read"):
         texts.file_passages([tmp_path / "missing.txt"])
+
+
+# Packaged profiles.
+
+INDEX = json.loads((codec_profiles.PACKAGED / "index.json").read_text("utf-8"))
+
+
+def smollm2(**more: Any) -> Any:
+    """What a profile is compared with: a name, and the shape of SmolLM2-135M."""
+    config = {"num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 576, **more}
+    return SimpleNamespace(name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct", config=SimpleNamespace(**config))
+
+
+@pytest.mark.parametrize("codec", ["cachegen", "kvt"])
+def test_packaged_profiles_serve_the_model_that_they_are_of(codec: str) -> None:
+    profile, described = codec_profiles.packaged_profile(codec, smollm2(), [ids(100)])
+    assert (profile.codec, profile.id, profile.model) == (codec, INDEX["files"][codec]["id"], "SmolLM2-135M-Instruct")
+    assert profile.layout == KVLayout(30, 3, 64)
+    assert described.startswith(f"{texts.PROFILE_LISTS} lists of {texts.PROFILE_TOKENS} tokens")
+    levels = [each.codec.levels for each in codec_profiles.schemes_of(codec, profile)]
+    assert levels == {"cachegen": [1, 1, 1, 1], "kvt": [3]}[codec]
+
+
+def test_packaged_profiles_are_refused_where_they_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = np.load(codec_profiles.PACKAGED / INDEX["texts"]["file"])
+    assert seen.shape == (texts.PROFILE_LISTS, texts.PROFILE_TOKENS)
+    other = smollm2()
+    other.name_or_path = "org/other"
+    for model, judged, said in (
+        (other, [], "is not of org/other"),
+        (smollm2(num_hidden_layers=12), [], "30 layers"),
+        (smollm2(), [ids(50), seen[4][100:141].tolist()], "has seen 2 runs of tokens of what is judged"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            codec_profiles.packaged_profile("kvt", model, judged)
+    with pytest.raises(ConfigError, match="names no profile of int8"):
+        codec_profiles.packaged_profile("int8", smollm2(), [])
+    for name in ("index.json", INDEX["texts"]["file"]):
+        (tmp_path / name).write_bytes((codec_profiles.PACKAGED / name).read_bytes())
+    monkeypatch.setattr(codec_profiles, "PACKAGED", tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        codec_profiles.packaged_profile("kvt", smollm2(), [])
+    small_profile().save(tmp_path / INDEX["files"]["kvt"]["file"])
+    with pytest.raises(ConfigError, match="not profile"):
+        codec_profiles.packaged_profile("kvt", smollm2(), [])
+
+
+def test_where_a_profile_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lists, told = tiny_model("llama"), [ids(60, 1), ids(60, 2)], list[str]()
+    given: dict[str, Any] = {"model_digest": "m", "folder": tmp_path, "unseen": [ids(80)], "tell": told.append}
+    made, origin = codec_profiles.profile_for("cachegen", model, None, lists, **given)
+    assert origin.startswith(f"{made}: made in this run of 2 lists of 60 tokens")
+    assert "the packaged one does not serve" in origin
+    assert "takes a minute or more" in told[0]
+    assert told[1:] == ["context 1 of 2", "context 2 of 2"]
+    again, origin = codec_profiles.profile_for("cachegen", model, None, lists, **given)
+    assert again == made
+    assert origin.startswith(f"{made}: found as {tmp_path}")
+    assert len(told) == 3
+    fits = codec_profiles.packaged_profile("cachegen", smollm2(), [])
+    monkeypatch.setattr(codec_profiles, "packaged_profile", lambda codec, model, unseen: fits)
+    taken, origin = codec_profiles.profile_for("cachegen", model, None, lists[::-1], **given)
+    assert taken == fits[0]
+    assert origin == f"{taken}: packaged with kvstore-bench, made of {fits[1]}"
+    _, origin = codec_profiles.profile_for("cachegen", model, None, lists[::-1], **{**given, "unseen": None})
+    assert origin.split("; ")[0].endswith("of the profile texts")
+    assert "packaged" not in origin
+
+
+@pytest.mark.model
+def test_packaged_profiles_are_of_the_profile_texts() -> None:
+    """What lies beside them is what `texts` deals to profiles, and nothing that it keeps back."""
+    from transformers import AutoTokenizer
+
+    from kvstore.testing.models import smollm2_folder
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+
+    def tokenise(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return found
+
+    seen = np.load(codec_profiles.PACKAGED / INDEX["texts"]["file"]).tolist()
+    made = texts.profile_lists(tokenise)
+    assert [len(each) for each in made] == [texts.PROFILE_TOKENS] * texts.PROFILE_LISTS
+    if platform.python_version() in INDEX["texts"]["what"]:  # the documentation is this release's
+        assert seen == made
+    windows = {"window": texts.JUDGED_WINDOW, "held_out": texts.JUDGED_WINDOWS, "profile": 0}
+    kept_back = texts.load_corpus("prose", texts.prose_passages(), tokenise, **windows).held_out
+    assert texts.shared_runs(made, kept_back) == 0
+    stream = texts.load_corpus("prose", texts.prose_passages(), tokenise, window=512, held_out=6, profile=0).held_out
+    assert texts.shared_runs(made, stream) == 0
+
+
+def test_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[tuple[str, int, int]] = []
+    telling(lambda *each: shown.append(each), "profile of kvt", 2, 8)("context 1 of 9")
+    assert shown == [("profile of kvt: context 1 of 9", 2, 8)]
+    assert capsys.readouterr().err == ""
+    telling(None, "profile of kvt")("context 1 of 9")
+    assert capsys.readouterr().err == "kvstore-bench: profile of kvt: context 1 of 9\n"
 
 
 # Quality.
@@ -284,7 +390,7 @@ def test_what_comes_back_wrong_is_told(judge: Judge) -> None:
 
 
 SMALL = Plan(contexts=2, code_contexts=1, group_contexts=1, context_tokens=32, continuation=4, chunk=16, group=48,
-             speed_chunks=2, repeats=2)  # fmt: skip
+             speed_chunks=2, repeats=2, profile_tokens=36)  # fmt: skip
 
 
 def test_a_run(judge: Judge, tmp_path: Path) -> None:
@@ -327,7 +433,7 @@ def test_a_run(judge: Judge, tmp_path: Path) -> None:
 
 def row(codec: str, level: str, nbytes: int, kl: float, dnll: float, **more: Any) -> QualityRow:
     fields: dict[str, Any] = {
-        "codec": codec, "level": level, "text": "prose", "contexts": 1, "tokens": 1000, "record_tokens": 256,
+        "codec": codec, "level": level, "text": "prose", "contexts": 20, "tokens": 1000, "record_tokens": 256,
         "nbytes": nbytes, "stored_nbytes": nbytes, "bits_per_value": nbytes / 100, "bytes_vs_int8": 800 / nbytes,
         "kl": kl, "kl_se": 0.0, "dnll": dnll, "dnll_se": 0.0, "top1": 0.9, "entropy_ratio": 1.02, "raw_segments": 0,
         "lossless": False, "verified": True, **more,
@@ -386,6 +492,41 @@ def test_no_level_good_enough_is_no_size() -> None:
     found, _ = figures(rows)
     assert found["codec.cachegen.bytes_vs_int8"].value == 0
     assert found["codec.cachegen.bytes_vs_int8_dnll"].value == 8.0  # the issue's bar for it is ΔNLL alone
+
+
+def test_few_contexts_judge_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(contexts: int) -> list[QualityRow]:
+        return [
+            row("int8", "0", 800, 0.002, 0.0, contexts=contexts),
+            row("cachegen", "0", 300, 0.05, 0.09, contexts=contexts),
+            row("kvt", "0", 100, 0.09, 0.2, contexts=contexts),
+            row("kvt", "1", 200, 0.02, 0.05, contexts=contexts),
+            row("lmcache", "default", 400, 0.1, 0.1, contexts=contexts),
+        ]
+
+    found, notes = figures(rows(7))
+    assert found["codec.kvt.bytes_vs_int8"].value == 4.0  # of level 1, whose KL is the least
+    assert found["codec.kvt.kl"].value == 0.02
+    by_quality = ("kvt.bytes_vs_int8", "kvt.kl", "kvt.dnll", "kvt.bytes_vs_lmcache", "cachegen.bytes_vs_int8")
+    assert [found[f"codec.{name}"].bar for name in by_quality] == [None] * 5
+    assert "codec.cachegen.bytes_vs_int8_dnll" not in found
+    assert found["codec.kvt.entropy_ratio.256"].bar == 1.1
+    assert not any("no level reaches" in note for note in notes)
+    (said,) = [note for note in notes if "too few" in note]
+    assert "7 of prose, at least 8" in said
+    assert "(kvt 1)" in said
+    report = CodecReport("codec", quality=rows(7), figures=found, unjudged=unjudged(rows(7), found, "prose"))
+    report.print_table(sys.stdout)
+    shown = capsys.readouterr().out
+    assert "codec.kvt.kl = 0.02 nats  (too few contexts to judge)" in shown
+    assert "codec.kvt.bits_per_value = 2 bits\n" in shown
+    assert "standard error" in shown
+
+    found, notes = figures(rows(8))
+    assert found["codec.kvt.bytes_vs_int8"].value == 0
+    assert [found[f"codec.{name}"].bar for name in by_quality] == [3.5, 0.04, 0.03, 0.6, 2.2]
+    assert not any("too few" in note for note in notes)
+    assert unjudged(rows(8), found, "prose") == []
 
 
 def test_noise_excuses_speeds_only() -> None:

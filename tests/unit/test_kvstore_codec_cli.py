@@ -91,6 +91,31 @@ def test_profile_show_and_report(tmp_path: Path, model: Path, capsys: pytest.Cap
     assert [line.split()[0] for line in table[2:]] == ["int8", "cachegen", "cachegen"]
 
 
+def test_show_of_kvt_has_a_table_of_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quality = [
+        {"bits": 0.96, "kl": 0.0927, "dnll": 0.0845, "top1": 0.861},
+        {"bits": 2.0975, "kl": 0.0082, "dnll": -0.01},
+    ]
+    Profile("kvt", "org/m", KVLayout(2, 2, 16), parameters={"sinks": 4, "quality": quality}).save(tmp_path / "p")
+    assert main(["show", str(tmp_path / "p")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["sinks", "4"] for line in shown)
+    assert [line.split() for line in shown[-3:]] == [
+        ["level", "bits/value", "KL", "dNLL", "top-1"],
+        ["0", "0.960", "0.0927", "+0.0845", "0.861"],
+        ["1", "2.098", "0.0082", "-0.0100", "-"],
+    ]
+    assert not any("quality" in line for line in shown)
+
+
+def test_progress_and_too_little_text_are_said(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(texts(tmp_path / "texts", 0)), "--codec", "cachegen", "--tokens", "200", "--model",
+                 str(model), "--contexts", "5", "--out", str(tmp_path / "p")]) == 0  # fmt: skip
+    said = capsys.readouterr().err.splitlines()
+    assert "warning: the texts give 2 contexts of 200 tokens, not the 5" in said[0]
+    assert said[1:] == ["kvstore-codec: context 1 of 2", "kvstore-codec: context 2 of 2"]
+
+
 def test_embedded_levels_are_judged_each(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, some = tmp_path / "tiny.kvprofile", str(texts(tmp_path / "texts", 0))
     words = ["--model", str(model), "--contexts", "2", "--json"]

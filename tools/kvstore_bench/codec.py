@@ -27,7 +27,8 @@ from kvstore.errors import ConfigError
 from .codec_report import CodecReport
 from .machine import machine_facts
 from .outputs import prepare_outputs, write_outputs
-from .progress import Progress, progress_bar
+from .progress import Progress, progress_bar, telling
+from .texts import JUDGED_WINDOW, JUDGED_WINDOWS, PROFILE_LISTS, PROFILE_TOKENS
 
 if TYPE_CHECKING:
     from .codec_lmcache import LMCacheProcess
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "add_arguments", "run", "run_codec"]
 
 CODECS = ("int8", "fp8", "shuffle-zstd", "cachegen", "kvt")
-_PROFILE_WINDOWS = 12
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Plan:
         judge_groups: whether the model continues on long records too.
         speed_chunks: records of `chunk` tokens that are timed.
         repeats: timed ones.
-        profile_windows: token lists that profiles are made of, each a context and a continuation long.
+        profile_windows, profile_tokens: token lists that profiles are made of, and their tokens.
     """
 
     contexts: int = 20
@@ -66,7 +66,8 @@ class Plan:
     judge_groups: bool = True
     speed_chunks: int = 4
     repeats: int = 9
-    profile_windows: int = _PROFILE_WINDOWS
+    profile_windows: int = PROFILE_LISTS
+    profile_tokens: int = PROFILE_TOKENS
 
     @classmethod
     def of(cls, contexts: int | None, *, quick: bool) -> Plan:
@@ -102,7 +103,7 @@ def run_codec(
         lmcache: starts LMCache's own codec.
         core: the CPU for everything timed.
     """
-    from .codec_figures import best_level, figures_of
+    from .codec_figures import figures_of, shown_level, unjudged
     from .codec_measure import LMCACHE, Pass, measure
     from .codec_records import chunks_of
     from .codec_speed import MEMCPY, a_core, measure_speed, one_core
@@ -113,7 +114,7 @@ def run_codec(
     told = _Steps(progress, _steps(plan, corpora))
     told("profiles")
     judged = plan.context_tokens + plan.continuation + 1
-    made = schemes([ids[: judged - 1] for ids in main.profile])
+    made = schemes([ids[: plan.profile_tokens] for ids in main.profile])
     passes = [
         Pass(main.kind, [ids[:judged] for ids in main.held_out[: plan.contexts]], plan.context_tokens, plan.chunk)
     ]
@@ -132,7 +133,7 @@ def run_codec(
             report.quality += rows
             references += kept
         timed = [each for name in dict.fromkeys(each.name for each in made)
-                 for each in _to_time(name, made, best_level(report.quality, name, main.kind))]  # fmt: skip
+                 for each in _to_time(name, made, shown_level(report.quality, name, main.kind))]  # fmt: skip
         long = references[-1]
         tokens = min(plan.group, plan.speed_chunks * plan.chunk)
         chunks = chunks_of(long.segments, long.tokens, plan.chunk)[: tokens // plan.chunk]
@@ -151,6 +152,7 @@ def run_codec(
         report.quality, report.speeds, text=main.kind, prefill_tokens_s=prefill, values_per_token=values,
         notes=report.notes,
     )  # fmt: skip
+    report.unjudged = unjudged(report.quality, report.figures, main.kind)
     report.setting |= {
         "reference": "the model in fp32 on its own uncompressed KV cache in bfloat16, K after the rotary embedding",
         "prefill": f"{prefill:.0f} tokens/s, one thread, fp32",
@@ -191,7 +193,10 @@ def _steps(plan: Plan, corpora: Sequence[Corpus]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvstore-bench codec`."""
-    parser.add_argument("--quick", action="store_true", help="a minute: 2 contexts, 64 tokens each, fewer repeats")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 contexts, 64 tokens after each, fewer repeats, with the profiles that "
+        "come for SmolLM2: about a minute; for another --model, or --texts, they are made once, which takes minutes"
+    )  # fmt: skip
     parser.add_argument("--model", metavar="FOLDER", help="a folder that transformers loads (default: SmolLM2-135M)")
     parser.add_argument(
         "--profile", nargs="+", default=[], metavar="FILE", help="profiles, instead of making them here"
@@ -224,6 +229,9 @@ def run(args: argparse.Namespace) -> int:
     judge = Judge(folder)
     tokenizer = _tokenizer(folder)
     corpora = _corpora(args, plan, tokenizer)
+    origins: list[str] = []
+    # With texts of the user's, profiles are of those.
+    unseen = [ids for each in corpora for ids in each.held_out] if args.quick and not args.texts else None
 
     def schemes(token_lists: Sequence[Sequence[int]]) -> list[Scheme]:
         made = []
@@ -231,7 +239,11 @@ def run(args: argparse.Namespace) -> int:
             profile = profiles.get(name)
             if name in PROFILED and profile is None:
                 digest = digest_of_folder(folder)
-                profile, _ = profile_for(name, judge.model, tokenizer, token_lists, model_digest=digest)
+                profile, origin = profile_for(
+                    name, judge.model, tokenizer, token_lists, model_digest=digest, unseen=unseen,
+                    tell=telling(progress, f"profile of {name}"),
+                )  # fmt: skip
+                origins.append(origin)
             made += schemes_of(name, profile)
         return made
 
@@ -248,6 +260,7 @@ def run(args: argparse.Namespace) -> int:
             judge, schemes, corpora, plan, lmcache=lmcache if args.lmcache_python else None, core=core,
             progress=progress, command=_command(args),
         )  # fmt: skip
+    report.notes[:0] = origins
     return write_outputs(report, args)
 
 
@@ -292,9 +305,11 @@ def _corpora(args: argparse.Namespace, plan: Plan, tokenizer: Any) -> list[Corpu
     kind, passages = ("texts", file_passages([Path(each) for each in args.texts])) if args.texts else (
         "prose", prose_passages()
     )  # fmt: skip
-    most = max(plan.contexts, plan.group_contexts)
+    most, window = max(plan.contexts, plan.group_contexts), plan.window
+    if not args.texts:  # a quick run keeps the same windows back, so that profiles are of the same texts
+        most, window = max(most, JUDGED_WINDOWS), max(window, JUDGED_WINDOW)
     first = load_corpus(
-        kind, passages, tokenise, window=plan.window, held_out=most, profile=0 if args.profile else plan.profile_windows
+        kind, passages, tokenise, window=window, held_out=most, profile=0 if args.profile else plan.profile_windows
     )
     code = load_corpus("code", code_passages(), tokenise, window=plan.window, held_out=plan.code_contexts, profile=0)
     return [first, code]

@@ -34,23 +34,37 @@ class _Stream(NamedTuple):
 
 @contextmanager
 def watched() -> Iterator[list[_Stream]]:
-    """The streams that the entropy coder makes meanwhile, in this process."""
+    """The streams that the entropy coder makes meanwhile, in this process.
+
+    kvt's machine code makes its streams itself, so its plain loops stand in for it: the same bytes, to the last bit.
+    """
+    from kvstore.codec import kvt, kvt_reference
+    from kvstore.codec.rans import reference
     from kvstore.codec.rans.coder import coder
 
-    module: Any = coder()
-    plain, seen = module.encode, []
+    seen: list[_Stream] = []
 
-    def encode(symbols: Any, classes: Any, distributions: Any, lanes: int) -> Any:
-        words, states = plain(symbols, classes, distributions, lanes)
-        cost = float(distributions.bits[classes, symbols].sum(dtype=np.float64))
-        seen.append(_Stream(states.astype("<u4").tobytes() + words.astype("<u2").tobytes(), cost))
-        return words, states
+    def watching(plain: Any) -> Any:
+        def encode(symbols: Any, classes: Any, distributions: Any, lanes: int) -> Any:
+            words, states = plain(symbols, classes, distributions, lanes)
+            cost = float(distributions.bits[classes, symbols].sum(dtype=np.float64))
+            seen.append(_Stream(states.astype("<u4").tobytes() + words.astype("<u2").tobytes(), cost))
+            return words, states
 
-    module.encode = encode
+        return encode
+
+    modules: list[Any] = [coder(), *([] if coder() is reference else [reference])]
+    plain = [module.encode for module in modules]
+    loops = kvt.loops
+    for module in modules:
+        module.encode = watching(plain[0])  # the fastest: all of them give the same bytes
+    kvt.loops = lambda: kvt_reference  # type: ignore[assignment]
     try:
         yield seen
     finally:
-        module.encode = plain
+        kvt.loops = loops
+        for module, encode in zip(modules, plain, strict=True):
+            module.encode = encode
 
 
 def modelled_bits(codec: Codec, segments: Segments, layout: KVLayout, tokens: int, record: int) -> list[float] | None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from .codec_measure import LMCACHE
 from .codec_report import QualityRow, SpeedRow
 from .report import Figure
 
-__all__ = ["DNLL_BAR", "KL_BAR", "best_level", "figures_of", "meets"]
+__all__ = ["DNLL_BAR", "JUDGED_FROM", "KL_BAR", "best_level", "figures_of", "meets", "shown_level", "unjudged"]
 
 KL_BAR, DNLL_BAR = 0.04, 0.03
 """Nats. A level that stays under both is good enough to be called lossy in name only."""
 
+JUDGED_FROM = 8
+"""Contexts. From fewer, KL and ΔNLL are mostly chance: no bar is judged on them."""
+
 _CHUNK, _GROUP = 256, 1536
+_BY_QUALITY = ("kl", "dnll", "bytes_vs_int8", "bytes_vs_int8_dnll", "bytes_vs_lmcache")
 
 _BARS: dict[str, float] = {
     "cachegen.bytes_vs_int8": 2.2,
@@ -46,6 +51,32 @@ def best_level(rows: Sequence[QualityRow], codec: str, text: str, *, kl: bool = 
     return min(good, key=lambda row: row.nbytes, default=None)
 
 
+def _too_few(rows: Sequence[QualityRow], text: str) -> int:
+    """Contexts of the text that bars are judged on if they are too few for that, else 0."""
+    contexts = max((row.contexts for row in rows if (row.text, row.record_tokens) == (text, _CHUNK)), default=0)
+    return contexts if contexts < JUDGED_FROM else 0
+
+
+def shown_level(rows: Sequence[QualityRow], codec: str, text: str) -> QualityRow | None:
+    """The level that a codec's figures are of: the smallest that is good enough; where none is, the largest; where
+    contexts are too few to judge, the one with the least KL."""
+    levels = _of(rows, codec, text, _CHUNK)
+    if not levels:
+        return None
+    if _too_few(rows, text):
+        return min(levels, key=lambda row: (math.inf if row.kl is None else row.kl, row.nbytes))
+    return best_level(rows, codec, text) or max(levels, key=lambda row: row.nbytes)
+
+
+def unjudged(rows: Sequence[QualityRow], figures: Mapping[str, Figure], text: str) -> list[str]:
+    """Names of figures that would have a bar, had there been contexts enough."""
+    return [name for name in figures if _without_bar(name.removeprefix("codec."))] if _too_few(rows, text) else []
+
+
+def _without_bar(name: str) -> bool:
+    return name in _BARS and name.split(".")[1] in _BY_QUALITY
+
+
 def _of(rows: Sequence[QualityRow], codec: str, text: str, record: int) -> list[QualityRow]:
     return [row for row in rows if (row.codec, row.text, row.record_tokens) == (codec, text, record)]
 
@@ -68,15 +99,19 @@ def figures_of(
         notes: sentences are added: which level a codec's figures are of, and where none is good enough.
     """
     found: dict[str, float] = {}
+    few, levels_shown = _too_few(quality, text), list[str]()
     for codec in dict.fromkeys(row.codec for row in quality):
         if codec == LMCACHE:
             continue
         levels = _of(quality, codec, text, _CHUNK)
-        best = best_level(quality, codec, text)
-        shown = best or (max(levels, key=lambda row: row.nbytes) if levels else None)
+        shown = shown_level(quality, codec, text)
         if shown is None:
             continue
-        if best is None:
+        best = shown if few else best_level(quality, codec, text)
+        if few:
+            if len(levels) > 1:
+                levels_shown.append(f"{codec} {shown.level}")
+        elif best is None:
             notes.append(f"{codec}: no level reaches KL ≤ {KL_BAR:g} and ΔNLL ≤ {DNLL_BAR:g}; its sizes count as 0")
         elif len(levels) > 1:
             notes.append(f"{codec}: the figures are of level {shown.level}, the smallest of {len(levels)} good enough")
@@ -84,7 +119,13 @@ def figures_of(
         found |= _speed(speeds, codec, shown.level, prefill_tokens_s, values_per_token)
         for record in (_CHUNK, _GROUP):
             found |= _against_lmcache(quality, codec, text, record, notes)
-    return {f"codec.{name}": _figure(name, value) for name, value in found.items()}
+    if few:
+        found = {name: value for name, value in found.items() if not name.endswith(".bytes_vs_int8_dnll")}
+        notes.append(
+            f"too few contexts to judge: {few} of {text}, at least {JUDGED_FROM} are needed; KL, ΔNLL and sizes have "
+            f"no bar here, and are of the level with the least KL ({', '.join(levels_shown) or 'the only one'})"
+        )
+    return {f"codec.{name}": _figure(name, value, judged=not few) for name, value in found.items()}
 
 
 def _quality(
@@ -170,11 +211,12 @@ def _against_lmcache(
     return found
 
 
-def _figure(name: str, value: float) -> Figure:
+def _figure(name: str, value: float, *, judged: bool = True) -> Figure:
     what = name.partition(".")[2]
     stem = what.partition(".")[0]
     unit = "Msym/s" if stem.endswith("msym_s") else "nats" if stem.startswith(("kl", "dnll")) else "ratio"
     if stem == "bits_per_value":
         unit = "bits"
     lower = stem in _LOWER or stem.startswith("bytes_vs_lmcache")
-    return Figure(value, unit, "lower" if lower else "higher", _BARS.get(name))
+    bar = _BARS.get(name) if judged or not _without_bar(name) else None
+    return Figure(value, unit, "lower" if lower else "higher", bar)

@@ -24,6 +24,11 @@ SPEED_HEADINGS = (
     "encode/memcpy", "decode/memcpy", "spread",
 )  # fmt: skip
 TEXT_COLUMNS = (0, 1, 2)
+LEGEND = (
+    "int8/this: bytes of int8 over these, larger is smaller; ±: standard error of the mean before it; bytes/entropy: "
+    "bytes over\nwhat the codec's own model says that they must be; verified: exact if lossless, and the same whether "
+    "refined or read at once\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +125,14 @@ class CodecReport(Report):
 
     Attributes:
         quality, speeds: in the order measured.
+        unjudged: names of figures that have no bar because contexts are too few to judge.
         setting: model, reference, profiles, versions: what a reader must know to repeat it.
     """
 
     quality: list[QualityRow] = field(default_factory=list)
     speeds: list[SpeedRow] = field(default_factory=list)
     setting: dict[str, str] = field(default_factory=dict)
+    unjudged: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -164,6 +171,7 @@ class CodecReport(Report):
         for name, value in self.setting.items():
             out.write(f"{name}: {value}\n")
         out.write("\n" + aligned(QUALITY_HEADINGS, [quality_cells(row) for row in self.quality], TEXT_COLUMNS))
+        out.write(LEGEND)
         if self.speeds:
             cells = [speed_cells(row, self.memcpy(row)) for row in self.speeds]
             out.write("\n" + aligned(SPEED_HEADINGS, cells, (0, 1)))
@@ -171,6 +179,8 @@ class CodecReport(Report):
         for name, figure in self.figures.items():
             unit = "" if figure.unit == "ratio" else f" {figure.unit}"
             bar = f"  ({self.bar_text(name, figure)})" if figure.bar is not None else ""
+            if name in self.unjudged:
+                bar = "  (too few contexts to judge)"
             out.write(f"{name} = {figure.value:.4g}{unit}{bar}\n")
         if self.caution:
             out.write(f"caution: {self.caution}\n")

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-__all__ = ["Progress", "progress_bar"]
+__all__ = ["Progress", "progress_bar", "telling"]
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured now, how many rows are done, and how many there are."""
@@ -31,3 +31,20 @@ def progress_bar() -> Iterator[Progress | None]:
             bar.update(task, completed=done, total=total, description=what or None, refresh=True)
 
         yield show
+
+
+def telling(progress: Progress | None, what: str, done: int = 0, total: int = 1) -> Callable[[str], None]:
+    """For what takes minutes: says on the bar what is being done, or without a bar in a line on standard error.
+
+    Args:
+        what: goes before each sentence.
+        done, total: where the bar stands.
+    """
+
+    def tell(now: str) -> None:
+        if progress is not None:
+            progress(f"{what}: {now}", done, total)
+        else:
+            print(f"kvstore-bench: {what}: {now}", file=sys.stderr, flush=True)
+
+    return tell

@@ -70,6 +70,7 @@ class Setting:
         side_runs: requests that are also loaded raw and streamed with cachegen for real. When the other raw ones would
             have come follows from the link.
         grid: (rates, lengths in chunks) of the decision grid.
+        packaged: take the profiles that come with the package where none were made here.
     """
 
     requests: int = 40
@@ -84,13 +85,13 @@ class Setting:
     seed: int = 0
     side_runs: int = 15
     grid: tuple[int, tuple[int, ...]] = (12, (1, 2, 4, 6, 8))
-    contexts: int = 8
+    packaged: bool = False
 
     @classmethod
     def quick(cls) -> Setting:
-        """Under a minute once the profiles are made."""
+        """Under a minute, if the profiles need not be made."""
         return cls(
-            requests=20, mean=768, most=2048, slo_s=0.7, side_runs=3, grid=(8, (1, 2, 4)), contexts=6,
+            requests=18, mean=768, most=1536, slo_s=0.7, side_runs=2, grid=(6, (1, 2, 4)), packaged=True,
         )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def run_stream(
     begun = time.monotonic()
     world = make_world(
         folder, tokens=setting.most, chunk=setting.chunk, dtype=setting.dtype, latency_s=setting.latency_s,
-        profiles=profiles, contexts=setting.contexts, progress=progress,
+        profiles=profiles, packaged=setting.packaged, progress=progress,
     )  # fmt: skip
     try:
         setting = _slow_enough(setting, world)
@@ -173,7 +174,7 @@ def run_stream(
             report.stream_rows += _one(world, setting, curve, number, draw)
         _together(report, world, setting, curve, draws)
         _grid(report, world, setting, curve)
-        _figures(report)
+        _figures(report, len(world.shelves["kvt"].sizes[0]))
         _simulated(report, world, setting, curve, lengths)
         report.notes += world.notes
     finally:
@@ -275,7 +276,7 @@ def _grid(report: StreamReport, world: World, setting: Setting, curve: PrefillMo
     report.cells = decisions(shelf, quick, rates, lengths)
 
 
-def _figures(report: StreamReport) -> None:
+def _figures(report: StreamReport, levels: int) -> None:
     def of(name: str) -> list[StreamRow]:
         return [row for row in report.stream_rows if row.policy == name]
 
@@ -296,16 +297,16 @@ def _figures(report: StreamReport) -> None:
             round(sum(r.violated for r in rows) / len(rows), 4), "share", "lower"
         )
         figures[f"stream.{short}.ttft"] = Figure(round(statistics.mean(r.ttft_s for r in rows), 4), "s", "lower")
-    ranks = [statistics.mean(_rank(level) for row in rows for level in row.levels) for rows in (adaptive, best)]
+    ranks = [statistics.mean(_rank(level, levels) for row in rows for level in row.levels) for rows in (adaptive, best)]
     figures["stream.quality_vs_oracle"] = Figure(round(ranks[0] / max(ranks[1], 1e-9), 4), "ratio", "higher")
     report.figures |= figures
     texts = sum(-2 in row.levels for row in adaptive)
     report.notes.append(f"text was computed, wholly or in part, in {texts} of {count} adaptive requests")
 
 
-def _rank(level: int) -> int:
-    """1 for the coarsest level; text counts as one more than the finest of four."""
-    return 5 if level == -2 else level + 1
+def _rank(level: int, levels: int) -> int:
+    """1 for the coarsest level; text counts as one more than the finest."""
+    return levels + 1 if level == -2 else level + 1
 
 
 def _simulated(
@@ -357,13 +358,16 @@ def _simulated(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvstore-bench stream`."""
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests; under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and shorter requests, with the profiles that come for SmolLM2: "
+        "about a minute; for another --model they are made once, which takes minutes"
+    )  # fmt: skip
     parser.add_argument(
         "--trace", metavar="FILE", help="lengths of prompts: Mooncake's JSONL, Azure's CSV, or 'sharegpt'; default: "
         "drawn as Mooncake's conversations"
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default 0)")
-    parser.add_argument("--requests", type=int, metavar="N", help="how many (default 40; quick: 20)")
+    parser.add_argument("--requests", type=int, metavar="N", help="how many (default 40; quick: 18)")
     parser.add_argument("--slo", metavar="TIME", help="of a prompt of mean length (default 1s; quick: 700ms)")
     parser.add_argument(
         "--text", type=float, metavar="X", help="computing a prompt of mean length takes X SLOs (default 2)"
@@ -374,8 +378,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the KV as it is stored raw (default float32, as this model computes it)",
     )  # fmt: skip
     parser.add_argument(
-        "--profile", action="append", default=[], metavar="FILE", help="of kvt or cachegen; default: made, and kept in "
-        ".cache/profiles"
+        "--profile", action="append", default=[], metavar="FILE", help="of kvt or cachegen; default: made of Python's "
+        "documentation (minutes), and kept in .cache/profiles"
     )  # fmt: skip
     parser.add_argument(
         "--model", metavar="FOLDER", help="a model shaped like Llama; default: SmolLM2, made if missing"

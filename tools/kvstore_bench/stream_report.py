@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamReport", "StreamRow"]
 
-_HEADINGS = ("way", "requests", "late", "late %", "mean TTFT s", "of its SLO", "text %", "level 0 1 2 3 %", "MB",
+_HEADINGS = ("way", "requests", "late", "late %", "mean TTFT s", "of its SLO", "text %", "level 0 1 2 … %", "MB",
              "verified")  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def _ways(rows: Sequence[StreamRow]) -> dict[str, list[StreamRow]]:
     return ways
 
 
-def _cells(name: str, rows: Sequence[StreamRow]) -> list[str]:
+def _cells(name: str, rows: Sequence[StreamRow], finest: int) -> list[str]:
     levels = [level for row in rows for level in row.levels]
     late = sum(row.violated for row in rows)
 
@@ -69,7 +69,7 @@ def _cells(name: str, rows: Sequence[StreamRow]) -> list[str]:
         name, str(len(rows)), str(late), f"{100 * late / len(rows):.0f}",
         f"{statistics.mean(row.ttft_s for row in rows):.3f}",
         f"{statistics.mean(row.ttft_s / row.slo_s for row in rows):.2f}", f"{share(-2):.0f}",
-        " ".join(f"{share(level):.0f}" for level in range(4)), f"{sum(row.nbytes for row in rows) / 1e6:.1f}",
+        " ".join(f"{share(level):.0f}" for level in range(finest + 1)), f"{sum(row.nbytes for row in rows) / 1e6:.1f}",
         "yes" if all(row.verified for row in rows) else "NO",
     ]  # fmt: skip
 
@@ -94,6 +94,11 @@ class StreamReport(Report):
         return bool(self.stream_rows) and all(row.verified for row in self.stream_rows)
 
     @property
+    def finest(self) -> int:
+        """The finest level that came."""
+        return max((level for row in self.stream_rows for level in row.levels), default=0)
+
+    @property
     def without_bar(self) -> list[str]:
         return []
 
@@ -104,7 +109,9 @@ class StreamReport(Report):
 
     def print_table(self, out: TextIO) -> None:
         """The table, plain on every kind of output."""
-        out.write(plain_table(_HEADINGS, [_cells(name, rows) for name, rows in _ways(self.stream_rows).items()]))
+        out.write(
+            plain_table(_HEADINGS, [_cells(name, rows, self.finest) for name, rows in _ways(self.stream_rows).items()])
+        )
         out.write(
             "late: the first token came after the SLO; text: computed; followed rows count as the link would end\n"
         )
@@ -134,7 +141,9 @@ class StreamReport(Report):
         ways = _ways(self.stream_rows)
         head = "".join(f'<th class="num" scope="col">{escape(name)}</th>' for name in _HEADINGS)
         body = "".join(
-            "<tr>" + "".join(f'<td class="num">{escape(cell)}</td>' for cell in _cells(name, rows)) + "</tr>"
+            "<tr>"
+            + "".join(f'<td class="num">{escape(cell)}</td>' for cell in _cells(name, rows, self.finest))
+            + "</tr>"
             for name, rows in ways.items()
         )
         figures = "".join(

@@ -28,6 +28,7 @@ from kvstore.stream import Chunk, Group, PrefillModel, PrefillSample
 from kvstore.stream.shapes import level_sizes
 
 from .layers_link import LinkBackend
+from .progress import telling
 
 if TYPE_CHECKING:
     from .progress import Progress
@@ -39,8 +40,7 @@ CODECS = ("kvt", "cachegen", "int8", "raw")
 
 _TIMEOUT_S = 120.0
 _POOL_BYTES = 1 << 30
-_WINDOW = 512  # tokens of a context that a profile is made of
-_LEVELS = 4  # of kvt, half a bit apart: the coarsest is coarser than its default's, for slow links
+_WINDOW = 512  # tokens of a window of text
 _STEP = 128  # tokens per call of the model
 
 
@@ -129,7 +129,7 @@ def make_world(
     dtype: str,
     latency_s: float,
     profiles: Sequence[str] = (),
-    contexts: int = 4,
+    packaged: bool = False,
     lanes: int = 4,
     progress: Progress | None = None,
 ) -> World:
@@ -141,7 +141,7 @@ def make_world(
         dtype: that the KV is stored in.
         latency_s: of each request to a store.
         profiles: profile files; those missing are made of other texts and kept in `.cache/profiles`.
-        contexts: windows of 512 tokens that a profile is made of.
+        packaged: take the profiles that come with the package where none were made here.
 
     Raises:
         ConfigError: the model or the texts do not serve.
@@ -150,7 +150,7 @@ def make_world(
     from transformers.utils.logging import disable_progress_bar
 
     from .codec_profiles import digest_of_folder, load_profiles, profile_for
-    from .texts import load_corpus, prose_passages
+    from .texts import load_corpus, profile_lists, prose_passages
 
     def tell(what: str, done: int) -> None:
         if progress is not None:
@@ -166,29 +166,37 @@ def make_world(
     model = model.eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     windows = -(-tokens // _WINDOW)
-    corpus = load_corpus(
-        "prose", prose_passages(), lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-        window=_WINDOW, held_out=windows, profile=contexts,
-    )  # fmt: skip
+
+    def tokenise(text: str) -> Sequence[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    # Of the beginning of what is kept back for judging: no profile has seen it.
+    corpus = load_corpus("prose", prose_passages(), tokenise, window=_WINDOW, held_out=windows, profile=0)
     ids = [token for window in corpus.held_out for token in window][:tokens]
     tell("prefill", 1)
     segments, layout, samples = _prefill(model, ids, chunk, dtype)
     given = load_profiles(profiles)
     digest = digest_of_folder(folder)
     found: dict[str, Profile] = {}
-    tell("profile of kvt", 2)
-    lists = corpus.profile
-    found["kvt"] = (
-        given.get("kvt") or profile_for("kvt", model, tokenizer, lists, model_digest=digest, levels=_LEVELS)[0]
-    )
-    tell("profile of cachegen", 3)
-    found["cachegen"] = (
-        given.get("cachegen") or profile_for("cachegen", model, tokenizer, lists, model_digest=digest)[0]
-    )
+    origins: list[str] = []
+    lists = profile_lists(tokenise)
+    for number, codec in enumerate(("kvt", "cachegen")):
+        what = f"profile of {codec}"
+        tell(what, 2 + number)
+        if codec in given:
+            found[codec] = given[codec]
+            origins.append(f"{given[codec]}: given as a file")
+            continue
+        found[codec], origin = profile_for(
+            codec, model, tokenizer, lists, model_digest=digest, unseen=corpus.held_out if packaged else None,
+            tell=telling(progress, what, 2 + number, 8),
+        )  # fmt: skip
+        origins.append(origin)
     torch.set_num_threads(threads)
     shelves: dict[str, Shelf] = {}
     world = World(
-        layout, dtype, chunk, len(segments), samples, PrefillModel.fit(samples), shelves, folder.name,
+        layout, dtype, chunk, len(segments), samples, PrefillModel.fit(samples), shelves, folder.name, origins,
     )  # fmt: skip
     try:
         with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch:

@@ -15,9 +15,17 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 
-__all__ = ["KINDS", "Corpus", "code_passages", "file_passages", "load_corpus", "prose_passages"]
+__all__ = [
+    "JUDGED_WINDOW", "JUDGED_WINDOWS", "KINDS", "PROFILE_LISTS", "PROFILE_TOKENS", "Corpus", "code_passages",
+    "file_passages", "load_corpus", "profile_lists", "prose_passages", "shared_runs",
+]  # fmt: skip
 
 KINDS = ("prose", "code")
+
+JUDGED_WINDOWS, JUDGED_WINDOW = 20, 1665
+"""Windows of prose, and their tokens, that are kept back for judging before anything goes to profiles."""
+PROFILE_LISTS, PROFILE_TOKENS = 12, 1128
+"""Token lists of prose that profiles are made of, unless told otherwise, and their tokens."""
 
 _SEED = 20_240_807
 _LONG = 60  # characters; shorter passages (headings, "...") may repeat
@@ -118,6 +126,23 @@ def load_corpus(
             f"profile are wanted, {len(judged)} and {len(made)} are there"
         )
     return Corpus(kind, tuple(made[:profile]), tuple(judged[:held_out]))
+
+
+def profile_lists(tokenise: Tokenise) -> list[list[int]]:
+    """What profiles are made of unless a user says otherwise: prose, without what any benchmark judges by."""
+    corpus = load_corpus(
+        "prose", prose_passages(), tokenise, window=JUDGED_WINDOW, held_out=JUDGED_WINDOWS, profile=PROFILE_LISTS
+    )
+    return [list(ids[:PROFILE_TOKENS]) for ids in corpus.profile]
+
+
+def shared_runs(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]], *, run: int = 40) -> int:
+    """How many runs of `run` tokens are in lists of both."""
+
+    def runs(lists: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
+        return {tuple(ids[at : at + run]) for ids in lists for at in range(len(ids) - run + 1)}
+
+    return len(runs(one) & runs(other))
 
 
 def _unseen(passages: Sequence[str], seen: set[str]) -> list[str]:

@@ -48,16 +48,19 @@ def contexts_of(tokenizer: Any, texts: Sequence[str], field: str | None, tokens:
     found = token_lists(tokenizer, read_texts(texts, field=field), tokens=tokens, limit=contexts)
     if len(found) < contexts:
         print(
-            f"kvstore-codec: the texts give {len(found)} contexts of {tokens} tokens, not {contexts}", file=sys.stderr
+            f"kvstore-codec: warning: the texts give {len(found)} contexts of {tokens} tokens, not the {contexts} that "
+            "were asked for; what follows is of those",
+            file=sys.stderr,
         )
     return found
 
 
 @contextlib.contextmanager
 def ticker() -> Iterator[Callable[[str], None]]:
-    """A line on standard error that says what is being done, if that is a terminal; gone at the end."""
+    """Says on standard error what is being done: in one line that is gone at the end on a terminal, else in a line
+    each."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield lambda what: print(f"kvstore-codec: {what}", file=sys.stderr, flush=True)
         return
     from rich.console import Console
 

@@ -59,7 +59,7 @@ def print_description(described: dict[str, Any], file: str) -> None:
         "file": f"{file}, {described['file_bytes']:,} bytes",
     }
     parameters = dict(described["parameters"])
-    levels = parameters.pop("levels", None)
+    levels, quality = parameters.pop("levels", None), parameters.pop("quality", None)
     rows |= {name: json.dumps(value) for name, value in parameters.items() if not isinstance(value, list | dict)}
     for name, value in rows.items():
         click.echo(f"{name:<12} {value}")
@@ -69,3 +69,22 @@ def print_description(described: dict[str, Any], file: str) -> None:
             click.echo(f"{f'level {number}':<12} {text}")
     elif levels is not None:
         click.echo(f"{'levels':<12} {levels}")
+    if isinstance(quality, list):
+        _print_quality(quality)
+
+
+_QUALITY = {"bits": ("bits/value", ".3f"), "kl": ("KL", ".4f"), "dnll": ("dNLL", "+.4f"), "top1": ("top-1", ".3f")}
+"""Member of a level's quality → heading and format."""
+
+
+def _print_quality(quality: list[Any]) -> None:
+    """What each level takes and costs, as its builder found on texts kept back."""
+    click.echo("levels, on the contexts kept back when it was made:")
+    click.echo(f"{'level':>5}" + "".join(f"{heading:>12}" for heading, _ in _QUALITY.values()))
+    for number, level in enumerate(quality):
+        found = level if isinstance(level, dict) else {}
+        cells = (
+            format(found[name], form) if isinstance(found.get(name), int | float) else "-"
+            for name, (_, form) in _QUALITY.items()
+        )  # fmt: skip
+        click.echo(f"{number:>5}" + "".join(f"{cell:>12}" for cell in cells))
