@@ -46,7 +46,7 @@ engines-venv: ## the environments of the engines (ENGINES="lmcache vllm sglang")
 	PYTHON=$(PYTHON) tests/engines/venvs.sh $(ENGINES)
 
 test-engines: model engines-venv ## engines over our store: their own tools, and real text by a real model
-	KVSTORE_ENGINES_REQUIRED=1 $(BIN)/python -m pytest -m "engines and not slow" tests/engines
+	ENGINES_REQUIRED=1 $(BIN)/python -m pytest -m "engines and not slow" tests/engines
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

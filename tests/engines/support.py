@@ -16,14 +16,14 @@ __all__ = ["environment", "interpreter", "run", "run_child"]
 
 def interpreter(engine: str) -> Path:
     """The Python of an engine's environment. Without it the test is skipped, and says how to make it; with
-    KVSTORE_ENGINES_REQUIRED=1, as `make test-engines` sets it, it fails."""
+    ENGINES_REQUIRED=1, as `make test-engines` sets it, it fails."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    base = Path(os.environ.get("KVSTORE_ENGINES_DIR") or f"{cache}/kvstore/engines")
+    base = Path(os.environ.get("ENGINES_DIR") or f"{cache}/kvstore/engines")
     python = base / engine / "bin" / "python"
     if (base / engine / ".complete").exists():
         return python
     message = f"no environment of {engine} under {base}: `make engines-venv ENGINES={engine}`"
-    if os.environ.get("KVSTORE_ENGINES_REQUIRED"):
+    if os.environ.get("ENGINES_REQUIRED"):
         pytest.fail(message)
     pytest.skip(message)
 

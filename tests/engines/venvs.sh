@@ -2,12 +2,12 @@
 # Makes the environments of the engines that tests run: `venvs.sh [lmcache] [vllm] [sglang]`, all without arguments.
 #
 # They are heavy (LMCache 1.6 GB, vLLM 3.5 GB, SGLang 0.3 GB on top of vLLM's) and want other versions than kvstore's own
-# environment, so each lies outside the checkout, in $KVSTORE_ENGINES_DIR or ~/.cache/kvstore/engines. One that is
+# environment, so each lies outside the checkout, in $ENGINES_DIR or ~/.cache/kvstore/engines. One that is
 # complete is left as it is; kvstore itself is installed into each from the checkout, editable and without its extras.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")/../.." && pwd)
-base=${KVSTORE_ENGINES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/kvstore/engines}
+base=${ENGINES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/kvstore/engines}
 python=${PYTHON:-python3}
 pip_flags=(-q --disable-pip-version-check --no-input)
 

@@ -21,8 +21,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     slow = [r for r in terminalreporter.stats.get("deselected", ()) if "terraform/" in r.nodeid]
     for item in slow:
         terminalreporter.write_line(f"not checked (slow; make test-slow): {item.nodeid}")
-    if not os.environ.get("KVSTORE_REAL_TERRAFORM"):
+    if not os.environ.get("TERRAFORM_CHECKS_REAL"):
         terminalreporter.write_line(
-            "not checked: with the real provider (KVSTORE_REAL_TERRAFORM=1 does, and downloads it)"
+            "not checked: with the real provider (TERRAFORM_CHECKS_REAL=1 does, and downloads it)"
         )
     terminalreporter.write_line(_NEVER)

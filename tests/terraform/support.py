@@ -1,7 +1,7 @@
 """What tests of terraform/ share: environments apart from the project's own, and the checker.
 
 checker/          real Terraform core, real provider schemas, simulated providers (README.md there)
-requirements.txt  its environment, made once in $KVSTORE_TERRAFORM_VENV or ~/.cache/kvstore/terraform-…
+requirements.txt  its environment, made once in $TERRAFORM_CHECKS_VENV or ~/.cache/kvstore/terraform-…
 vars/             variables that the modules are checked with: MODULE.json or MODULE.CASE.json
 """
 
@@ -30,7 +30,7 @@ VARIABLES = HERE / "vars"
 STEPS = ("fmt", "init", "versions", "validate", "test", "plan", "apply", "replan", "destroy", "values", "policies")
 STATIC = STEPS[:5]
 
-_REQUIRED = "KVSTORE_TERRAFORM"  # =required: an environment that cannot be made is a failure, not a skip
+_REQUIRED = "TERRAFORM_CHECKS"  # =required: an environment that cannot be made is a failure, not a skip
 _INSTALL_S = 600.0
 _CHECK_S = 280.0
 
@@ -47,7 +47,7 @@ def environment(requirements: str, *, given: str | None = None) -> Path:
         requirements: name of a file in this folder.
         given: folder to make it in (another run may have made it); default: one in the cache, named after its contents.
 
-    Skips the test, or fails it with $KVSTORE_TERRAFORM=required, where packages cannot be had.
+    Skips the test, or fails it with $TERRAFORM_CHECKS=required, where packages cannot be had.
     """
     text = (HERE / requirements).read_text()
     digest = hashlib.sha256(f"{text}{sys.version_info[:2]}".encode()).hexdigest()[:12]
@@ -105,7 +105,7 @@ class Checked:
 
 def check(folder: Path, *options: str, steps: tuple[str, ...] = STEPS) -> Checked:
     """Run the checker over one root module (or a module as a root), with `steps` only."""
-    python = environment("requirements.txt", given=os.environ.get("KVSTORE_TERRAFORM_VENV"))
+    python = environment("requirements.txt", given=os.environ.get("TERRAFORM_CHECKS_VENV"))
     skips = [f"--skip={step}" for step in STEPS if step not in steps]
     command = [str(python), "-B", str(HERE / "checker" / "check.py"), str(folder), *skips, *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_CHECK_S)

@@ -20,7 +20,7 @@ _CONFIG = TERRAFORM / "checkov.yaml"
 
 def _checkov() -> dict[str, Any]:
     """Its report, without our exceptions (those in the files themselves count as skipped)."""
-    python = environment("requirements-checkov.txt", given=os.environ.get("KVSTORE_CHECKOV_VENV"))
+    python = environment("requirements-checkov.txt", given=os.environ.get("TERRAFORM_CHECKOV_VENV"))
     command = [
         str(python.with_name("checkov")), "-d", str(TERRAFORM), "--framework", "terraform", "--skip-download",
         "--compact", "--quiet", "-o", "json",

@@ -27,7 +27,7 @@ def test_schemas_are_those_of_the_shared_checker() -> None:
 @pytest.mark.skipif(not _SHARED.exists(), reason="../shared/terraform-check is not there; our copy was used")
 @pytest.mark.parametrize("root", _ROOTS)
 def test_root_passes_the_shared_checker(root: str) -> None:
-    python = environment("requirements.txt", given=os.environ.get("KVSTORE_TERRAFORM_VENV"))
+    python = environment("requirements.txt", given=os.environ.get("TERRAFORM_CHECKS_VENV"))
     variables = f"--var-file={VARIABLES / 'roots' / f'{root}.json'}"
     command = [str(python), "-B", str(_SHARED / "check.py"), str(TERRAFORM / root), variables]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
@@ -53,8 +53,8 @@ def test_module_with_the_core_of_this_machine(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not os.environ.get("KVSTORE_REAL_TERRAFORM"),
-    reason="set KVSTORE_REAL_TERRAFORM=1 where there is a terraform that may download the provider",
+    not os.environ.get("TERRAFORM_CHECKS_REAL"),
+    reason="set TERRAFORM_CHECKS_REAL=1 where there is a terraform that may download the provider",
 )
 @pytest.mark.parametrize("root", _ROOTS)
 def test_root_with_real_terraform_and_provider(root: str, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ _SERVICES = "s3,kms,iam,secretsmanager,ec2"
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applied]:
     with moto_server() as endpoint:
         saved = tmp_path_factory.mktemp("small")
-        python = environment("requirements.txt", given=os.environ.get("KVSTORE_TERRAFORM_VENV"))
+        python = environment("requirements.txt", given=os.environ.get("TERRAFORM_CHECKS_VENV"))
         skips = [
             f"--skip={step}"
             for step in ("fmt", "versions", "validate", "test", "replan", "destroy", "values", "policies")

@@ -130,7 +130,7 @@ def test_what_makes_no_sense_is_refused(options: list[str], message: str, capsys
 
 
 def test_the_engines_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_ENGINES_DIR", str(tmp_path))
+    monkeypatch.setenv("ENGINES_DIR", str(tmp_path))
     assert default_python() == sys.executable
     os.makedirs(tmp_path / "lmcache")
     (tmp_path / "lmcache" / ".complete").touch()

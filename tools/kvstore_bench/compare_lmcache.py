@@ -56,7 +56,7 @@ _TIMEOUT_S = 120.0  # what a round took that LMCache's benchmark gave up on
 def default_python() -> str:
     """The interpreter of `make engines-venv`, if it is there; else ours, which may have LMCache too."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    base = Path(os.environ.get("KVSTORE_ENGINES_DIR") or f"{cache}/kvstore/engines") / "lmcache"
+    base = Path(os.environ.get("ENGINES_DIR") or f"{cache}/kvstore/engines") / "lmcache"
     return str(base / "bin" / "python") if (base / ".complete").exists() else sys.executable
 
 
