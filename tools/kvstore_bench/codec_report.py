@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
-from .report import Figure, Report
+from .report import Figure, Report, plain_table
 
 __all__ = [
     "QUALITY_HEADINGS", "SPEED_HEADINGS", "TEXT_COLUMNS", "CodecReport", "QualityRow", "SpeedRow", "quality_cells",
@@ -170,11 +167,11 @@ class CodecReport(Report):
         """The tables, plain on every kind of output: they are as wide as a page."""
         for name, value in self.setting.items():
             out.write(f"{name}: {value}\n")
-        out.write("\n" + aligned(QUALITY_HEADINGS, [quality_cells(row) for row in self.quality], TEXT_COLUMNS))
+        out.write("\n" + plain_table(QUALITY_HEADINGS, [quality_cells(row) for row in self.quality], text=TEXT_COLUMNS))
         out.write(LEGEND)
         if self.speeds:
             cells = [speed_cells(row, self.memcpy(row)) for row in self.speeds]
-            out.write("\n" + aligned(SPEED_HEADINGS, cells, (0, 1)))
+            out.write("\n" + plain_table(SPEED_HEADINGS, cells, text=(0, 1)))
         out.write("\n")
         for name, figure in self.figures.items():
             unit = "" if figure.unit == "ratio" else f" {figure.unit}"
@@ -190,24 +187,7 @@ class CodecReport(Report):
             out.write(f"note: {note}\n")
         out.flush()
 
-    def write_html(self, path: str) -> None:
+    def _page(self) -> str:
         from .codec_page import page
 
-        if path == "-":
-            sys.stdout.write(page(self))
-            sys.stdout.flush()
-            return
-        Path(path).write_text(page(self), encoding="utf-8")
-
-
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int]) -> str:
-    """Text left, numbers right, two spaces between columns."""
-    widths = [max(len(line[place]) for line in (headings, *rows)) for place in range(len(headings))]
-    return "".join(
-        "  ".join(
-            cell.ljust(width) if place in text else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        + "\n"
-        for line in (headings, *rows)
-    )
+        return page(self)

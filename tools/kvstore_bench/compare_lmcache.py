@@ -10,11 +10,8 @@ have none.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,11 +20,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError, PermanentError
 
 from .io import GIB, MIB
+from .json_child import JsonChild
 from .measure import percentile
 from .progress import Progress
 from .report import Ceiling, Figure, Report, Row
@@ -75,65 +73,28 @@ class LMCacheProcess:
     """
 
     def __init__(self, python: str, folder: str) -> None:
-        self._stack = contextlib.ExitStack()
-        self._log: IO[bytes] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is one
         child = Path(__file__).with_name("peers") / "lmcache_child.py"
+        self._child = JsonChild(python, child, option="--python", operation="compare")
         try:
-            try:
-                self._process = subprocess.Popen(
-                    [python, "-I", str(child)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-                    start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                raise ConfigError(f"--python {python}: {error.strerror or error}", cause=error) from error
-            self._stack.callback(self._end)
-            try:
-                self.versions: dict[str, str] = self.ask("open", limit_s=_START_S, folder=folder)["versions"]
-            except PermanentError as error:
-                raise ConfigError(
-                    f"LMCache cannot be compared with by {python}: {error.message}; "
-                    "`make engines-venv ENGINES=lmcache` makes an environment that can",
-                    cause=error,
-                ) from error
-        except BaseException:
-            self._stack.close()
-            raise
+            self.versions: dict[str, str] = self.ask("open", limit_s=_START_S, folder=folder)["versions"]
+        except BaseException as error:
+            self._close()
+            if not isinstance(error, PermanentError):
+                raise
+            raise ConfigError(
+                f"LMCache cannot be compared with by {python}: {error.message}; "
+                "`make engines-venv ENGINES=lmcache` makes an environment that can",
+                cause=error,
+            ) from error
 
     def ask(self, do: str, *, limit_s: float = _ANSWER_S, **what: Any) -> dict[str, Any]:
         """One command of the child. Raises `PermanentError` if it failed, died, or gave no answer in time."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        line = b""
-        try:
-            stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
-            stdin.flush()
-            if not select.select([stdout], [], [], limit_s)[0]:
-                raise PermanentError(f"no answer within {limit_s:.0f} s", operation="compare")
-            line = stdout.readline()
-        except OSError:
-            pass
-        if not line:
-            self._log.seek(0)
-            said = self._log.read()[-1000:].decode(errors="replace").strip()
-            raise PermanentError(f"its process died: {said or 'it said nothing'}", operation="compare")
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise PermanentError(str(found["error"]), operation="compare")
-        return found
+        return self._child.ask(do, limit_s=limit_s, **what)
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         with contextlib.suppress(PermanentError):
             self.ask("close", limit_s=_STOP_S)
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.close()
 
     def __enter__(self) -> LMCacheProcess:
         return self
@@ -141,7 +102,7 @@ class LMCacheProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._close()
 
 
 @dataclass

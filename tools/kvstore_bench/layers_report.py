@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from pathlib import Path
 from typing import Any, TextIO
 
 from .report import Report, plain_table
@@ -94,13 +92,6 @@ class LayersReport(Report):
         for note in self.notes:
             out.write(f"note: {note}\n")
         out.flush()
-
-    def write_html(self, path: str) -> None:
-        if path == "-":
-            sys.stdout.write(self._page())
-            sys.stdout.flush()
-            return
-        Path(path).write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
         from .html import _STYLE, _machine

@@ -176,13 +176,16 @@ class Report:
 
     def write_html(self, path: str) -> None:
         """Write the self-contained page to a file, or to standard output for "-". Raises `OSError`."""
-        from .html import page
-
         if path == "-":
-            sys.stdout.write(page(self))
+            sys.stdout.write(self._page())
             sys.stdout.flush()
             return
-        Path(path).write_text(page(self), encoding="utf-8")
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _page(self) -> str:
+        from .html import page
+
+        return page(self)
 
     def print_table(self, out: TextIO) -> None:
         """The table: with rules and colours on a terminal, plain aligned text elsewhere."""
@@ -235,13 +238,13 @@ def millis(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text: two spaces between columns, text left, numbers right."""
+def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[int] = TEXT_COLUMNS) -> str:
+    """Aligned text: two spaces between columns, those of `text` left, numbers right."""
     widths = [max(len(line[index]) for line in (headings, *rows)) for index in range(len(headings))]
     lines = []
     for line in (headings, *rows):
         padded = [
-            cell.ljust(width) if index in TEXT_COLUMNS else cell.rjust(width)
+            cell.ljust(width) if index in text else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         lines.append("  ".join(padded).rstrip() + "\n")

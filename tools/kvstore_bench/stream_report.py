@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .report import Report, plain_table
@@ -127,13 +125,6 @@ class StreamReport(Report):
         for note in self.notes:
             out.write(f"note: {note}\n")
         out.flush()
-
-    def write_html(self, path: str) -> None:
-        if path == "-":
-            sys.stdout.write(self._page())
-            sys.stdout.flush()
-            return
-        Path(path).write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
         from .html import _STYLE, _machine

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from pathlib import Path
 from typing import Any, TextIO
 
-from .report import Report
+from .report import Report, plain_table
 from .tiers_replay import Replay
 
 __all__ = ["TiersReport"]
@@ -70,10 +68,12 @@ class TiersReport(Report):
 
     def print_table(self, out: TextIO) -> None:
         """The tables, plain on every kind of output: they are as wide as a page."""
-        out.write(_aligned(_HEADINGS, [self._cells(each) for each in self.replays]))
+        out.write(plain_table(_HEADINGS, [self._cells(each) for each in self.replays], text=_TEXT))
         for each in self._shown():
             out.write(f"\nSavings per turn, {each.trace} {each.capacity} {each.policy}: Savings(t) = 1 - n_t/Σnᵢ\n")
-            out.write(_aligned(("turn", "requests", "tokens", "new", "Savings(t)", "reached"), _turns(each), text=(0,)))
+            out.write(
+                plain_table(("turn", "requests", "tokens", "new", "Savings(t)", "reached"), _turns(each), text=(0,))
+            )
         for name, figure in self.figures.items():
             if figure.bar is not None:
                 out.write(f"{name} = {figure.value:.4g}  (bar ≥ {figure.bar:g}: {self.verdict(figure)})\n")
@@ -93,13 +93,6 @@ class TiersReport(Report):
             if place not in groups or each.policy == "default":
                 groups[place] = each
         return list(groups.values())
-
-    def write_html(self, path: str) -> None:
-        if path == "-":
-            sys.stdout.write(self._page())
-            sys.stdout.flush()
-            return
-        Path(path).write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
         from .html import _STYLE, _machine
@@ -158,18 +151,6 @@ loading the hit prefix and computing the rest overlap layer by layer. Written by
             if "+" not in each.capacity:
                 groups.setdefault(each.trace, []).append(each)
         return [group for group in groups.values() if len({each.capacity for each in group}) > 1]
-
-
-def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[int] = _TEXT) -> str:
-    widths = [max(len(line[place]) for line in (headings, *rows)) for place in range(len(headings))]
-    return "".join(
-        "  ".join(
-            cell.ljust(width) if place in text else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        + "\n"
-        for line in (headings, *rows)
-    )
 
 
 def _turns(each: Replay) -> list[list[str]]:
