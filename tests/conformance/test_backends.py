@@ -127,7 +127,7 @@ class FileSuite(BackendSuite):
 
     def file(self, key: Key) -> Path:
         name = key.hex()
-        return self.path / "kv" / name[:2] / name[2:4] / f"{name}.kv"
+        return self.path / "kv" / name[:2] / f"{name}.kv"
 
     def seed(self, backend: Backend, key: Key, data: bytes) -> None:
         file = self.file(key)

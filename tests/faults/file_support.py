@@ -132,7 +132,7 @@ def present(backend: FileBackend, names: Iterable[object]) -> list[Any]:
 
 def file_of(root: Path, name: object) -> Path:
     text = key(name).hex()
-    return root / text[:2] / text[2:4] / f"{text}.kv"
+    return root / text[:2] / f"{text}.kv"
 
 
 def files_in(root: Path) -> list[Path]:

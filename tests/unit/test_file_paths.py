@@ -49,14 +49,14 @@ def backend(root: Path) -> Iterator[FileBackend]:
 def test_links_do_not_lead_out(tmp_path: Path, root: Path, openat2: bool) -> None:
     outside = tmp_path / "outside"
     with Opened(root, calls=Script(openat2=openat2)) as opened:
-        for number, depth in enumerate(("upper", "lower", "file")):
+        for number, depth in enumerate(("folder", "file")):
             name = f"victim-{number}"
             inside = file_of(root, name)
             mirror = file_of(outside / depth, name)
             mirror.parent.mkdir(parents=True)
             mirror.write_bytes(b"secret")
-            at = {"upper": inside.parent.parent, "lower": inside.parent, "file": inside}[depth]
-            to = {"upper": mirror.parent.parent, "lower": mirror.parent, "file": mirror}[depth]
+            at = {"folder": inside.parent, "file": inside}[depth]
+            to = {"folder": mirror.parent, "file": mirror}[depth]
             at.parent.mkdir(parents=True, exist_ok=True)
             at.symlink_to(to)
             assert opened.stat([key(name)], deadline=soon()) == [MISS]
@@ -97,12 +97,12 @@ def test_only_regular_files_are_records(root: Path, openat2: bool) -> None:
 
 
 def test_a_file_where_a_folder_should_be(backend: FileBackend, root: Path) -> None:
-    upper = file_of(root, 1).parent.parent
-    upper.write_text("mine")
+    folder = file_of(root, 1).parent
+    folder.write_text("mine")
     assert backend.stat([key(1)], deadline=soon()) == [MISS]
     assert get(backend, 1)[0] == MISS
     assert isinstance(put(backend, 1)[0].error, PermanentError)
-    assert upper.read_text() == "mine"
+    assert folder.read_text() == "mine"
 
 
 def test_both_ways_of_opening_agree(root: Path) -> None:

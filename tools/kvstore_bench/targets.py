@@ -175,7 +175,7 @@ class StoreTarget(Target):
 def record_files(url: str, keys: Sequence[Key], nbytes: int) -> list[tuple[Path, int]] | None:
     """The files that hold records of a `file://` URL, and where in each the last `nbytes` bytes begin; None if they
     do not lie in files named by their keys."""
-    found = {path.name[:64]: path for path in Path(parse_url(url).path).glob("*/*/*.kv")}
+    found = {path.name[:64]: path for path in Path(parse_url(url).path).glob("*/*.kv")}
     paths = [found.get(key.hex()) for key in keys]
     files = [(path, path.stat().st_size - nbytes) for path in paths if path is not None]
     return files if len(files) == len(keys) else None

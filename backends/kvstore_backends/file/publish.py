@@ -108,22 +108,10 @@ class Publisher:
                     raise self._in_the_way(path, "is not a folder", error) from error
                 if error.errno != errno.ENOENT or attempt == _TRIES - 1:
                     raise
-            upper, lower = path.split("/")
             try:
-                self._make_folder(root, upper)
-                above = self._calls.open_beneath(root, upper, self._folder_flags)
+                self._make_folder(root, path)
             except FileNotFoundError:
-                continue  # removed again, being empty; if the root itself is gone the last attempt says so
-            except OSError as error:
-                if error.errno in _FOREIGN:
-                    raise self._in_the_way(upper, "is not a folder", error) from error
-                raise
-            try:
-                self._make_folder(above, lower)
-            except FileNotFoundError:
-                continue
-            finally:
-                self._calls.close(above)
+                continue  # if the root itself is gone the last attempt says so
         raise OSError(errno.ESTALE, "the folder of the record vanishes again and again", path)
 
     def _make_folder(self, parent: int, name: str) -> None:

@@ -66,7 +66,7 @@ def remove_record(
 
     Args:
         unless_used_since: leave it if its modification time (last use) is later than this, in ns.
-        prune: also remove its folders when they are empty then.
+        prune: also remove its folder when it is empty then.
     """
     name = file_name(key)
     try:
@@ -90,15 +90,9 @@ def remove_record(
 
 
 def _prune(calls: OsCalls, root: int, leaf: str) -> None:
-    """Remove the two folders of a leaf if they are empty; a writer that just came makes them again."""
-    upper, lower = leaf.split("/")
+    """Remove a leaf if it is empty; a writer that just came makes it again."""
     try:
-        folder = calls.open_beneath(root, upper, HANDLE_FLAGS)
-        try:
-            calls.rmdir(lower, dir_fd=folder)
-        finally:
-            calls.close(folder)
-        calls.rmdir(upper, dir_fd=root)
+        calls.rmdir(leaf, dir_fd=root)
     except OSError:  # nearly always ENOTEMPTY
         pass
 

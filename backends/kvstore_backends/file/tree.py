@@ -34,17 +34,17 @@ class Stored(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One folder ROOT/ab/cd. `temps`: name, size and mtime of temporary files."""
+    """One folder ROOT/ab. `temps`: name, size and mtime of temporary files."""
 
     path: str
     records: list[Stored]
     temps: list[tuple[str, int, float]]
 
 
-def _names(calls: OsCalls, root: int, path: str) -> list[str]:
-    """Fan-out folders in a folder; none if it is gone."""
+def _names(calls: OsCalls, root: int) -> list[str]:
+    """The leaf folders; none if the root is gone."""
     try:
-        fd = calls.open_beneath(root, path, FOLDER_FLAGS)
+        fd = calls.open_beneath(root, ".", FOLDER_FLAGS)
     except OSError as error:
         if error.errno in _GONE:
             return []
@@ -63,15 +63,13 @@ def walk(calls: OsCalls, root: int) -> Iterator[Leaf]:
     Raises:
         OSError: a folder cannot be read.
     """
-    for upper in sorted(_names(calls, root, ".")):
-        for lower in sorted(_names(calls, root, upper)):
-            leaf = _read_leaf(calls, root, upper, lower)
-            if leaf is not None:
-                yield leaf
+    for name in sorted(_names(calls, root)):
+        leaf = _read_leaf(calls, root, name)
+        if leaf is not None:
+            yield leaf
 
 
-def _read_leaf(calls: OsCalls, root: int, upper: str, lower: str) -> Leaf | None:
-    path = f"{upper}/{lower}"
+def _read_leaf(calls: OsCalls, root: int, path: str) -> Leaf | None:
     try:
         fd = calls.open_beneath(root, path, FOLDER_FLAGS)
     except OSError as error:
@@ -80,12 +78,11 @@ def _read_leaf(calls: OsCalls, root: int, upper: str, lower: str) -> Leaf | None
         raise
     records: list[Stored] = []
     temps: list[tuple[str, int, float]] = []
-    folder = upper + lower
     try:
         with calls.scandir(fd) as entries:
             for entry in entries:
                 name = entry.name
-                key = parse_record(name, folder)
+                key = parse_record(name, path)
                 if key is None and parse_temp(name) is None:
                     continue
                 try:
