@@ -9,8 +9,8 @@
 
 Everything else is foreign: never listed, counted or removed.
 
-One level of 256 folders: 10 million records are 40,000 in each, which file systems with hashed directories bear. A second
-level would cost every early record two more `mkdir`s (125 µs each, measured), until 65,536 folders are there.
+One level of 256 folders: 10 million records are 40,000 in each, which file systems with hashed directories bear. With a
+second level nearly every early record pays two `mkdir`s (125 µs each, measured), until 65,536 folders are there.
 """
 
 from __future__ import annotations
