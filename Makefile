@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes that run tests. One for each core, up to four: more wait for each other's servers.
 TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
-.PHONY: demo test test-slow test-transformers engines-venv test-engines lint format types model bench docs clean help
+.PHONY: demo test test-slow test-transformers engines-venv test-engines test-engines-slow lint format types model bench docs clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -48,6 +48,9 @@ engines-venv: ## the environments of the engines (ENGINES="lmcache vllm sglang")
 test-engines: model engines-venv ## engines over our store: their own tools, and real text by a real model
 	ENGINES_REQUIRED=1 $(BIN)/python -m pytest -m "engines and not slow" tests/engines
 
+test-engines-slow: model engines-venv ## the longer ones of them
+	ENGINES_REQUIRED=1 $(BIN)/python -m pytest -m "engines and slow" tests/engines
+
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,6 +70,10 @@ bench: $(STAMP) ## every figure of docs/figures.md that this machine can give
 	for transport in tcp shm ucx; do $(BIN)/kvstore-bench io node://local --transport $$transport --sizes 16MiB --json out/node_$$transport.json || exit 1; done
 	$(BIN)/kvstore-bench io node://local --transport tcp --sizes 16KiB --batch 1024 --json out/node_tcp_small.json
 	$(BIN)/kvstore-bench compare mooncake --json out/mooncake.json
+	$(BIN)/kvstore-bench blend --quick --json out/blend.json
+	$(BIN)/python tests/bench/bench_daemon.py --json out/daemon.json
+	$(BIN)/python tests/bench/bench_control.py --json out/control.json
+	$(BIN)/python tests/bench/bench_telemetry.py --json out/telemetry.json
 	@echo 'S3 (minutes): $(BIN)/python tests/bench/bench_s3.py --tls --json out/s3.json'
 	@echo 'against LMCache (needs an environment with lmcache 0.5.6): $(BIN)/python tests/bench/bench_s3_lmcache.py --lmcache-python PATH --json out/s3_lmcache.json'
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         PoolExhausted,
         TransientError,
     )
-    from .keys import Key, KeyContext, MultimodalItem, chunk_hashes, chunk_keys, opaque_key
+    from .keys import Key, KeyContext, MultimodalItem, chunk_hashes, chunk_keys, content_key, opaque_key
     from .layout import KVLayout
     from .record import RecordSpec, kv_spec, opaque_spec
     from .registry import BackendURL, open_backend, parse_url
@@ -74,6 +74,7 @@ __all__ = [
     "__version__",
     "chunk_hashes",
     "chunk_keys",
+    "content_key",
     "kv_spec",
     "load_config",
     "opaque_key",
@@ -92,7 +93,7 @@ _MODULES = {
         "BackendError", "ClosedError", "ConfigError", "CorruptRecord", "KVStoreError", "PermanentError",
         "PoolExhausted", "TransientError",
     ),
-    "keys": ("Key", "KeyContext", "MultimodalItem", "chunk_hashes", "chunk_keys", "opaque_key"),
+    "keys": ("Key", "KeyContext", "MultimodalItem", "chunk_hashes", "chunk_keys", "content_key", "opaque_key"),
     "layout": ("KVLayout",),
     "record": ("RecordSpec", "kv_spec", "opaque_spec"),
     "registry": ("BackendURL", "open_backend", "parse_url"),
@@ -102,7 +103,9 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = frozenset(
     {
         *_MODULES,
+        "blend",
         "codec",
+        "control",
         "dropping",
         "eviction",
         "integrations",
@@ -112,6 +115,7 @@ _SUBMODULES = frozenset(
         "rope",
         "sessions",
         "stream",
+        "telemetry",
         "testing",
         "tiers",
         "wrappers",

@@ -29,8 +29,8 @@ from .registry import ELSEWHERE, BackendURL, Given, known_schemes, parse_urls
 from .tiers.options import TierConfig
 
 __all__ = [
-    "ALIASES", "LOCAL", "SERDES", "UNUSED", "Alias", "Unused", "local_tiers", "parse_local", "plugin_options",
-    "resolve_unused", "translate_url",
+    "ALIASES", "LOCAL", "NULL_BY_DEFAULT", "SERDES", "UNUSED", "Alias", "Unused", "local_tiers", "parse_local",
+    "plugin_options", "resolve_unused", "translate_url",
 ]  # fmt: skip
 
 
@@ -53,7 +53,15 @@ ALIASES: dict[str, Alias] = {
     "remote_serde": Alias("remote_serde"),
     "blocking_timeout_secs": Alias("blocking_timeout", "s"),
     "lookup_timeout_ms": Alias("lookup_timeout", "ms"),
+    "enable_blending": Alias("enable_blending"),
+    "blend_recompute_ratios": Alias("blend_recompute_ratios"),
+    "blend_check_layers": Alias("blend_check_layers"),
+    "blend_min_tokens": Alias("blend_min_tokens"),
+    "blend_special_str": Alias("blend_special_str"),
 }
+
+NULL_BY_DEFAULT = ("blend_recompute_ratios", "blend_check_layers")
+"""Those of them whose default is null in LMCache; its files may say so."""
 
 SERDES: dict[str, str] = {"naive": "raw"}
 """LMCache's values of `remote_serde` that mean the same as a codec of ours under another name. `cachegen` is ours too;
@@ -62,8 +70,8 @@ it needs the option `codec_profile`."""
 _OURS = "kvstore does this in its own way"
 _ENGINE = "the integration with the engine decides this"
 _LOCAL = "it only concerns LMCache's own processes"
-_BLEND = "blending comes with a later release: only exact prefixes are reused"
-_PD = "disaggregated prefill comes with a later release"
+_BLEND = "tokens to compute again are chosen by their share (blend_recompute_ratios), not by a threshold"
+_PD = "engines do it by kv_transfer_params over one store: docs/disaggregation.md"
 _PEER = "nothing is shared between instances but what lies in remote_url"
 _PLUGIN = "LMCache's plug-ins are not loaded; backends of others register an entry point kvstore.backends"
 _PLACE = "it selects among LMCache's backends; remote_url names ours"
@@ -108,11 +116,8 @@ UNUSED: dict[str, Unused] = {
     "min_retrieve_tokens": Unused("int", 0, _ENGINE),
     "save_decode_cache": Unused("bool", False, _ENGINE),
     "enable_scheduler_bypass_lookup": Unused("bool", False, _ENGINE),
-    # Blending: without it fewer tokens are reused, and other ones.
-    "enable_blending": Unused("bool", False, _BLEND, refuse=True),
-    **_all("any", None, _BLEND, "blend_recompute_ratios", "blend_thresholds", "blend_check_layers"),
-    "blend_min_tokens": Unused("int", 256, _BLEND),
-    "blend_special_str": Unused("str", " # # ", _BLEND),
+    # Blending: by a threshold other tokens would be computed again.
+    "blend_thresholds": Unused("any", None, _BLEND, refuse=True),
     # Disaggregated prefill: without it the decoder waits for what never comes.
     "enable_pd": Unused("bool", False, _PD, refuse=True),
     **_all("any", None, _PD, "pd_role", "pd_buffer_size", "pd_buffer_device", "pd_peer_host", "pd_peer_init_port",

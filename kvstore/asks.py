@@ -13,9 +13,10 @@ from .keys import Key
 from .placement import Placement
 from .plan import group
 from .record import RAW, Header, NeedMore, checksum, parse_header
-from .scheduler import Batch, Job, Priority, deadline_passed
+from .scheduler import Batch, Job, Priority, deadline_passed, traces_of
 from .staged import Stager, call_get
-from .targets import Target, attempt
+from .targets import Counters, Target, attempt
+from .telemetry.tracing import BatchTrace
 
 __all__ = ["Asker", "delete", "stat"]
 
@@ -45,6 +46,9 @@ class _AskJob(Job):
     def drop(self, error: KVStoreError) -> None:
         self._end([Outcome.failed(error)] * len(self.indices))
 
+    def about(self) -> tuple[str, int, Sequence[BatchTrace]]:
+        return self._question.operation, len(self.indices), traces_of((self._question.batch,))
+
     def _end(self, results: Sequence[Any]) -> None:
         indices, self.indices = self.indices, ()
         self._question.open_jobs.discard(self)
@@ -64,10 +68,10 @@ class _Question:
     ) -> None:  # fmt: skip
         self._targets = targets
         self._orders = orders
-        self._batch = batch
+        self.batch = batch
         self._keys = keys
         self._call = call
-        self._operation = operation
+        self.operation = operation
         self._first_hit = first_hit
         self._best: list[Any] = [MISS] * len(keys)
         self.open_jobs: set[_AskJob] = set()
@@ -87,15 +91,15 @@ class _Question:
             except KVStoreError as error:
                 for job in jobs:
                     job.drop(error)
-        if number and not self._batch.alive:  # it gave up just before there were jobs that could be withdrawn
+        if number and not self.batch.alive:  # it gave up just before there were jobs that could be withdrawn
             self.leave()
 
     def call(self, target: Target, indices: Sequence[int]) -> Sequence[Any]:
-        batch, keys = self._batch, [self._keys[index] for index in indices]
+        batch, keys = self.batch, [self._keys[index] for index in indices]
         if not batch.alive:
-            return [deadline_passed(target.name, self._operation)] * len(keys)
+            return [deadline_passed(target.name, self.operation)] * len(keys)
         return attempt(
-            target.name, self._operation, len(keys), lambda: self._call(target, keys, batch.deadline), _ANSWERS
+            target.name, self.operation, len(keys), lambda: self._call(target, keys, batch.deadline), _ANSWERS
         )
 
     def answered(self, indices: Sequence[int], results: Sequence[Any], number: int) -> None:
@@ -109,15 +113,15 @@ class _Question:
                 more.append(index)
             else:
                 final.append((index, best[index]))
-        if more and self._batch.alive:  # before callbacks run: one that takes its time holds nobody up
+        if more and self.batch.alive:  # before callbacks run: one that takes its time holds nobody up
             self.ask(more, number + 1)
-        for late in self._batch.settle(final):
+        for late in self.batch.settle(final):
             if isinstance(late, Buffer):
                 late.release()
 
     def leave(self) -> None:
         """The batch gave up: take back what no lane has begun."""
-        gone = TransientError("nobody waits for it any more", operation=self._operation)
+        gone = TransientError("nobody waits for it any more", operation=self.operation)
         for job in list(self.open_jobs):
             if job.target.lanes.withdraw(job):
                 job.target.lanes.drop(job, gone)
@@ -126,7 +130,8 @@ class _Question:
 class Asker:
     """Asks the targets of one store."""
 
-    def __init__(self, targets: Sequence[Target], placement: Placement, stager: Stager) -> None:
+    def __init__(self, targets: Sequence[Target], placement: Placement, stager: Stager, counters: Counters) -> None:
+        self._counters = counters
         self._targets = targets
         self._order = placement.order
         self._stager = stager
@@ -209,6 +214,10 @@ class Asker:
                 if isinstance(result, Buffer):
                     result.release()
             raise
+        counters, served = self._counters, len(results) - results.count(MISS)
+        if served:
+            with counters.lock:
+                counters.served.setdefault((target.index, -1), [0, 0])[0] += served
         return results
 
     def _condemn(self, target: Target, key: Key, nbytes: int, deadline: float) -> None:

@@ -250,6 +250,12 @@ class Backend(ABC):
         The caller releases each. Backends without `Capability.LEASE` answer None throughout."""
         return [None] * len(keys)
 
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        """The scheduler's waiting queue, first to run first: the keys of each job in prefix order. A backend with
+        faster and slower places brings them nearer. Replaces what was announced before; an empty one ends it. Returns
+        at once; a hint, so trouble with it is no error. Others do nothing."""
+        return
+
     def register(self, slab: Slab) -> None:
         """Make a slab of a `BufferPool` known to the transport (RDMA registration). Called once per slab, before
         its memory is used; a no-op without `Capability.REGISTERED_MEMORY`."""

@@ -17,13 +17,14 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ._lmcache import (
     ALIASES,
     LOCAL,
+    NULL_BY_DEFAULT,
     SERDES,
     UNUSED,
     local_tiers,
@@ -58,7 +59,7 @@ _ENV_PREFIXES = ("LMCACHE_", "KVSTORE_")  # later ones win
 _FILE_VARIABLES = ("KVSTORE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")  # earlier ones win
 # Variables that begin like options and are none: of the pool, of our other commands and tests; of LMCache's processes.
 _OTHER_VARIABLES = re.compile(
-    r"KVSTORE_(POOL_CANARY|(BENCH|TEST|DEMO|MODEL|SERVE)(_.*)?)"
+    r"KVSTORE_(POOL_CANARY|(BENCH|TEST|DEMO|MODEL|SERVE|CTL|CLOUDWATCH)(_.*)?)"
     r"|LMCACHE_(LOG_LEVEL|TRACK_USAGE|USE_EXPERIMENTAL|(COORDINATOR|RESP)_.*)",
     re.DOTALL,
 )
@@ -70,7 +71,8 @@ _SERVICE_VARIABLES = re.compile(
 
 
 class StoreOption(Option):
-    """An option of the store. Kinds besides `Option`'s: "urls", "tiers", "codec", "paths", "level" and "map"."""
+    """An option of the store. Kinds besides `Option`'s: "urls", "tiers", "codec", "paths", "level", "integers",
+    "shares" and "map"."""
 
     __slots__ = ()
 
@@ -110,6 +112,24 @@ class StoreOption(Option):
         if not 0 <= level <= 255:
             raise ConfigError(f"option {self.name!r}: {level} is out of range; it must be 0 to 255, or all")
         return level
+
+    def _parse_integers(self, value: object) -> tuple[int, ...]:
+        """One integer from 0 on, or a list of them, or text of one."""
+        integer = Option(self.name, "int", None, "", minimum=0, maximum=(1 << 31) - 1)
+        return tuple(integer.parse(part) for part in self._several(value))
+
+    def _parse_shares(self, value: object) -> tuple[float, ...]:
+        """One number from 0 to 1, or a list of them, or text of one."""
+        share = Option(self.name, "float", None, "", minimum=0, maximum=1)
+        return tuple(share.parse(part) for part in self._several(value))
+
+    def _several(self, value: object) -> Sequence[object]:
+        if isinstance(value, str):
+            value = re.split(r"[\s,]+", value.strip().removeprefix("[").removesuffix("]").strip())
+        parts = value if isinstance(value, list | tuple) else [value]
+        if not parts or any(part is None for part in parts):
+            raise self._bad(value, "a number or a list of numbers")
+        return parts
 
     def _parse_map(self, value: object) -> dict[str, dict[str, object]]:
         """`{scheme or URL: {option: value}}`, or YAML (JSON) text of it. No message shows a value: some are secret."""
@@ -218,6 +238,50 @@ class Config:
     )
     write_queue_bytes: int = _option(
         "size", 256 << 20, "Background writes that may wait; what does not fit is dropped and said to be.", minimum=0
+    )
+    prefill_per_token: float = _option(
+        "duration", 0.0, "What prefill takes per token on these engines, 40us say; 0: seconds saved are not counted."
+    )
+    metrics_listen: str = _option(
+        "str", "", "HOST:PORT on which GET /metrics answers with what this store counts; of several processes each "
+        "takes the next port that is free. Empty: nowhere.",
+    )  # fmt: skip
+    tracing: str = _option(
+        "choice", "off", "Spans of OpenTelemetry, one per batch and job; where they go, say the variables OTEL_*.",
+        choices=("off", "otlp"),
+    )  # fmt: skip
+    event_log: str = _option(
+        "choice", "off", "One JSON line per batch of hits, of stored records, and per reported request.",
+        choices=("off", "stdout", "stderr"),
+    )  # fmt: skip
+    enable_blending: bool = _option(
+        "bool", False, "Whether `kvstore.blend` may reuse chunks at any position. What is computed over them is close "
+        "to a full prefill, not equal.",
+    )  # fmt: skip
+    blend_recompute_ratios: tuple[float, ...] = _option(
+        "shares", (0.15,), "Share of the reused tokens that is computed again from each of `blend_check_layers` on, "
+        "falling; or the last one's alone. The least: a slow link makes it more.",
+    )  # fmt: skip
+    blend_check_layers: tuple[int, ...] = _option(
+        "integers", (1,), "Layers at which the tokens to compute again are chosen, counted from 0; those before the "
+        "first are computed in full.",
+    )  # fmt: skip
+    blend_measure: str = _option(
+        "choice", "v", "What is compared between stored and computed tokens: K, V or both.", choices=("k", "v", "kv")
+    )
+    blend_selection: str = _option(
+        "choice", "deviation", "Which tokens: those that deviate most, the first of each chunk, those that the "
+        "question attends to most, or (as a control) any.", choices=("deviation", "first", "query", "random"),
+    )  # fmt: skip
+    blend_form: str = _option(
+        "choice", "shared_prefix", "Chunks are computed behind the fixed prefix that prompts begin with, or alone; "
+        "part of their keys.", choices=("shared_prefix", "alone"),
+    )  # fmt: skip
+    blend_min_tokens: int = _option(
+        "int", 256, "Parts of a prompt with fewer tokens are always computed.", minimum=1, maximum=1 << 24
+    )
+    blend_special_str: str = _option(
+        "str", " # # ", "The text between the parts of a prompt; part of the keys of parts that are reused."
     )
     backend_options: Mapping[str, Mapping[str, object]] = _option(
         "map", {}, "Options of backends, by scheme or URL; the only place in a file or keyword for secrets of backends."
@@ -358,6 +422,8 @@ class _Layers:
 
     def _target(self, name: str, given: Given, *, tolerant: bool) -> str | None:
         """The option a name stands for, or None if it was dealt with."""
+        if name in NULL_BY_DEFAULT and given.value is None:
+            return None
         if name in _BY_NAME:
             return name
         if name in ALIASES:

@@ -20,6 +20,7 @@ from .keys import Key
 from .record import RecordSpec, checksum
 from .scheduler import Batch, Job, Priority
 from .targets import Counters, HeadMemo, Pinned, Progress, Target
+from .telemetry.served import SERVED
 
 __all__ = ["Flight", "FlightJob", "Flights", "Parts"]
 
@@ -69,6 +70,7 @@ class Flight:
     riders: dict[Flight, None] | None = None
     host: Flight | None = None  # what it rides along with
     late = False  # it came aboard after the backend was asked
+    refines = False  # some levels of it were read before
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class Flight:
         """Of an encoded record levels 0 to `level` are wanted."""
         self.level = level
         if self.progress is not None:
+            self.refines = self.progress.level is not None
             self.name = (self.key, self.first, len(self.views), level, self.progress)
         elif level is not None:
             self.name = (self.key, self.first, len(self.views), level)
@@ -246,9 +249,56 @@ class Flights:
             if fresh:  # before callbacks run: one that takes its time holds nobody up
                 self._take_off(fresh)
             _hurry(urgent)
+        self._tally(ended, shared)
         _unpin(pinned)
         for batch, outcomes in results.items():
             batch.settle(outcomes, ended=len(outcomes))
+
+    def _tally(
+        self,
+        ended: Sequence[tuple[Flight, Outcome]],
+        shared: Sequence[tuple[Flight, Outcome, Sequence[Flight]]],
+    ) -> None:
+        """Count records, each once however many runs of layers or levels it is read in, by the place that had them."""
+        ok, miss = Status.OK, Status.MISS
+        index = ended[0][0].targets[ended[0][0].attempt]  # all of them end on one target
+        places = SERVED.places
+        found: dict[int, list[int]] = {}
+        missed = failed = 0
+        for flight, outcome in ended:
+            if flight.first or flight.refines:
+                continue
+            if outcome[0] is ok and flight.batch.alive:
+                place = places.get(flight.key, -1) if places else -1
+                counts = found.get(place)
+                if counts is None:
+                    counts = found[place] = [0, 0]
+                counts[0] += 1
+                counts[1] += flight.spec.tokens
+            elif outcome[0] is miss:
+                missed += 1
+            else:
+                failed += 1
+        for flight, outcome, served in shared:
+            if flight.first == 0 and served:
+                if outcome[0] is ok:
+                    counts = found.setdefault(places.get(flight.key, -1), [0, 0])
+                    counts[0] += len(served)
+                    counts[1] += len(served) * flight.spec.tokens
+                elif outcome[0] is miss:
+                    missed += len(served)
+                else:
+                    failed += len(served)
+        if places:
+            places.clear()
+        counters = self._counters
+        with counters.lock:
+            for place, (records, tokens) in found.items():
+                sums = counters.served.setdefault((index, place), [0, 0])
+                sums[0] += records
+                sums[1] += tokens
+            counters.missed += missed
+            counters.failed += failed
 
     def _again(self, riders: Sequence[Flight], fresh: list[Flight], urgent: list[tuple[FlightJob, Priority]]) -> None:
         """Riders are not served by the flight they were on. Called with the lock held."""

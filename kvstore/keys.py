@@ -5,6 +5,8 @@
     context   = SHA-256(encode(["kvstore context", 1, name, value, name, value, …]))
     key[i]    = SHA-256(context ‖ hash[i])
     opaque    = SHA-256(encode(["kvstore opaque", 1, namespace, name]))
+    content   = SHA-256(context ‖ SHA-256(SHA-256(encode(["kvstore content", 1])) ‖ prefix token count ‖
+                token count ‖ prefix's token ids ‖ token ids))
 
 Counts and token ids are u32 little-endian. `items` holds encode([identifier, offset relative to the chunk, length]) of
 each multimodal item that overlaps the chunk, ordered by (offset, length, identifier). The context lists the fields of
@@ -13,7 +15,8 @@ each multimodal item that overlaps the chunk, ordered by (offset, length, identi
 None as `n`, an integer as `i<length>:<decimal>`, text as `s<length>:<UTF-8>`, bytes as `b<length>:<bytes>` and a list
 as `l<count>:` and its parts, lengths in bytes.
 
-Equal hash means equal prefix. The context covers every other field that changes the bytes (`KeyContext`).
+Equal hash means equal prefix; of a content key, equal content behind an equal fixed prefix, wherever it stands in a
+prompt (`kvstore.blend`). The context covers every other field that changes the bytes (`KeyContext`).
 Everything is the same in every process and on every machine; nothing uses Python's `hash()`. 256 bits of a
 cryptographic hash: prefixes of different tenants cannot be made to collide (compare CVE-2025-25183).
 """
@@ -43,6 +46,7 @@ __all__ = [
     "MultimodalItem",
     "chunk_hashes",
     "chunk_keys",
+    "content_key",
     "opaque_key",
 ]
 
@@ -54,6 +58,7 @@ HASH_VERSION = 1
 _MAX_TOKEN = (1 << 32) - 1
 _BLOCK_TOKENS = 1 << 14  # tokens converted at a time, so that the block stays in the L2 cache
 _COUNTS = struct.Struct("<II")
+_LENGTHS = struct.Struct("<QQ")
 
 
 class Key(bytes):
@@ -386,6 +391,32 @@ def chunk_keys(
     hashes = chunk_hashes(token_ids, chunk_size=chunk_size, save_unfull_chunk=save_unfull_chunk, multimodal=multimodal)
     sha256, digest, new = hashlib.sha256, context.digest, bytes.__new__  # `Key.__new__` would check what is known
     return [new(Key, sha256(digest + chunk_hash).digest()) for chunk_hash in hashes]
+
+
+def content_key(
+    token_ids: Sequence[int] | np.ndarray[Any, Any] | Any,
+    *,
+    context: KeyContext,
+    prefix: Sequence[int] | np.ndarray[Any, Any] | Any = (),
+) -> Key:
+    """The key of a chunk of any length that is found by its content alone, wherever it stands in a prompt. It equals no
+    key of `chunk_keys`.
+
+    Args:
+        token_ids: the chunk's tokens, at least one; types as in `chunk_hashes`.
+        context: as for `chunk_keys`; what else the bytes depend on (the rotary parameters) belongs into its `extra`.
+        prefix: tokens that stood before the chunk, from position 0 on, when its KV was computed.
+
+    Raises:
+        ConfigError: a bad token id, or no tokens.
+    """
+    parts = [b"".join(map(bytes, _u32_blocks(tokens, DEFAULT_CHUNK_SIZE))) for tokens in (prefix, token_ids)]
+    if not parts[1]:
+        raise ConfigError("a chunk that is found by its content needs at least one token")
+    seed = hashlib.sha256(_encode(["kvstore content", HASH_VERSION])).digest()
+    lengths = _LENGTHS.pack(len(parts[0]) // 4, len(parts[1]) // 4)
+    content = hashlib.sha256(b"".join((seed, lengths, *parts))).digest()
+    return Key(hashlib.sha256(context.digest + content).digest())
 
 
 def opaque_key(name: str | bytes, *, namespace: str = "default") -> Key:

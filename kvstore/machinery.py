@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .asks import Asker
 from .backend import Backend, Capability
@@ -28,21 +28,23 @@ from .metrics import Metrics
 from .placement import Placement
 from .reads import Reader
 from .registry import open_backend, split_options
-from .scheduler import Batch, LaneGroup, deadline_passed, seconds_left
+from .scheduler import Batch, LaneGroup, seconds_left
 from .targets import Counters, Target
+from .telemetry.logs import attach_event_log
+from .telemetry.tracing import open_tracer
+from .telemetry.watch import StoreWatch
 from .tiers.backend import TieredBackend
 from .timer import Timer
 from .writes import Writer
+
+if TYPE_CHECKING:
+    from .telemetry.endpoint import MetricsEndpoint
 
 __all__ = ["Machinery", "close_dropped"]
 
 logger = logging.getLogger("kvstore.store")
 
 _CLOSE_GRACE_S = 1.0  # for the backends' own close, even if the time is up
-
-_LATE: Mapping[str, Callable[[], Any]] = {
-    name: functools.partial(deadline_passed, None, name) for name in ("lookup", "get", "put", "lease", "delete")
-}
 
 
 class Machinery:
@@ -53,6 +55,8 @@ class Machinery:
 
     Attributes:
         codec: what records are encoded with.
+        tracer: makes spans; None: tracing is off.
+        endpoint: answers to GET /metrics; None: nobody does.
 
     Raises:
         ConfigError: the configuration makes no sense, or a backend or a codec's profile cannot be opened.
@@ -65,6 +69,9 @@ class Machinery:
         with contextlib.ExitStack() as undo:
             for backend in backends or ():
                 undo.callback(backend.close)
+            self.tracer = open_tracer(config.tracing, chunk_size=config.chunk_size)
+            if self.tracer is not None:
+                undo.callback(self.tracer.close, 0.0)
             self.codec = codec = open_codec(config.remote_serde, config.codec_profile)
             self.targets, placement = self._open_targets(backends, undo)
             shared = any(target.capabilities & Capability.MAPPED_MEMORY for target in self.targets)
@@ -74,10 +81,15 @@ class Machinery:
                 if target.capabilities & Capability.REGISTERED_MEMORY:
                     for slab in self.pool.slabs:
                         target.backend.register(slab)
+            self.endpoint: MetricsEndpoint | None = None
+            if config.metrics_listen:
+                from .telemetry.endpoint import serve_metrics
+
+                self.endpoint = serve_metrics(config.metrics_listen, self.metrics)
             undo.pop_all()
         raw = codec.number == 0
         self.reader = Reader(self.targets, placement, self.pool, self.counters, codec=codec, level=config.codec_level)
-        self.asker = Asker(self.targets, placement, self.reader.stager)
+        self.asker = Asker(self.targets, placement, self.reader.stager, self.counters)
         self.writer = Writer(
             self.targets,
             placement,
@@ -85,6 +97,10 @@ class Machinery:
             codec=None if raw else codec,
             queue_bytes=config.write_queue_bytes,
         )
+        for target in self.targets:
+            target.lanes.tracer = self.tracer
+        attach_event_log(config.event_log)
+        self.watch = StoreWatch(config, self.metrics, self.counters, self.targets, self.pool, self.writer, self.tracer)
         self._timer = Timer()
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -171,29 +187,31 @@ class Machinery:
             raise ClosedError("this store was opened before fork(); open another one in the child")
 
     def batch(
-        self, size: int, deadline: float | None, default: float, finish: Callable[[Sequence[Any]], Any], operation: str
-    ) -> Batch:
+        self, size: int, deadline: float | None, default: float, finish: Callable[[Sequence[Any]], Any], operation: str,
+        about: Sequence[Any] = (),
+    ) -> Batch:  # fmt: skip
         """A batch that ends at its deadline, or when the store is closed.
 
         Args:
             deadline: absolute monotonic seconds; None: `default` seconds from now.
+            about: its wants, items or keys, for traces and the event log.
         """
         until = time.monotonic() + default if deadline is None else deadline
         if until != until:  # noqa: PLR0124 - NaN: no comparison with it would ever be true
             raise ConfigError("the deadline is not a number")
         self.check_open()
-        batch = Batch(size, until, finish)
+        batch = Batch(size, until, self.watch.timed(operation, finish))
         with self._lock:
             self.check_open()  # from here on `close` sees the batch
             self._batches.add(batch)
-        self._timer.watch(batch, _LATE[operation])
+        if self.watch.telling:
+            self.watch.follow(batch, operation, about)
+        self._timer.watch(batch, self.watch.late[operation])
         return batch
 
     def stats(self) -> dict[str, Any]:
         """See `Store.stats`."""
         tiers = self.tiers
-        if tiers is not None:
-            tiers.publish(self.metrics)
         return {
             **self.counters.values,
             **({} if tiers is None else {"tiers": tiers.stats()}),
@@ -239,6 +257,10 @@ class Machinery:
             self._close_backends(max(end, time.monotonic() + _CLOSE_GRACE_S))
             self._timer.close(max(end, time.monotonic() + _CLOSE_GRACE_S))
             self.pool.close()
+            if self.tracer is not None:
+                self.tracer.close(seconds_left(end))
+            if self.endpoint is not None:
+                self.endpoint.close()
             atexit.unregister(self.close)
             self._ended.set()
 

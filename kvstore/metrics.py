@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import math
 import os
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .backend import Outcome, Status
-from .errors import ConfigError
+from .errors import ConfigError, KVStoreError
 
 __all__ = ["BYTE_BUCKETS", "METRICS", "SECOND_BUCKETS", "Metric", "Metrics", "OperationMeter", "error_class"]
 
@@ -30,6 +31,8 @@ SECOND_BUCKETS = tuple(round(m * 10.0**e, 6) for e in range(-5, 2) for m in (1, 
 
 BYTE_BUCKETS = tuple(float(1 << n) for n in range(12, 33, 2))
 """Upper bounds of size buckets in bytes: 4 KiB to 4 GiB, each four times the one before."""
+
+logger = logging.getLogger("kvstore.metrics")
 
 OTHER = "other"
 """Value of every label of the series that takes what no longer fits: see `Metrics(max_series=…)`."""
@@ -70,6 +73,7 @@ class Metric:
 
 _BACKEND = ("backend",)
 _OPERATION = ("backend", "operation")
+_PLACE = ("tier", "medium")
 
 METRICS: tuple[Metric, ...] = (
     Metric("kvstore_backend_calls_total", "counter", "Calls of a backend, whatever came of them.", _OPERATION),
@@ -104,6 +108,37 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvstore_fallthrough_items_total", "counter",
            "Items asked of the alternate after the primary missed or failed, by result: saved or lost.",
            (*_OPERATION, "result")),
+    Metric("kvstore_batch_seconds", "histogram",
+           "Seconds from the submission of a batch to its result, by what was asked of the store.", ("operation",),
+           SECOND_BUCKETS),
+    Metric("kvstore_deadline_misses_total", "counter", "Batches that ended at their deadline with something missing.",
+           ("operation",)),
+    Metric("kvstore_lookup_records_total", "counter",
+           "Records asked for in lookups: hit (in the hit prefix) or miss (all behind it).", ("result",)),
+    Metric("kvstore_hit_records_total", "counter",
+           "Records that were read and verified, by the place that had them; medium: memory, disk or remote.", _PLACE),
+    Metric("kvstore_hit_tokens_total", "counter", "Tokens of these records, as far as they are KV records.", _PLACE),
+    Metric("kvstore_missed_records_total", "counter",
+           "Records that a get did not bring: miss (not stored, or not whole) or error (trouble, or too late).",
+           ("reason",)),
+    Metric("kvstore_prefill_saved_seconds_total", "counter",
+           "Seconds of prefill that hit tokens saved, by the option prefill_per_token."),
+    Metric("kvstore_put_records_total", "counter", "Records by what came of storing them: stored, exists, error.",
+           ("result",)),
+    Metric("kvstore_codec_raw_bytes_total", "counter", "Bytes of stored records before encoding.", ("codec",)),
+    Metric("kvstore_codec_stored_bytes_total", "counter", "Bytes of the same records as they were stored.", ("codec",)),
+    Metric("kvstore_codec_saved_bytes_total", "counter", "Bytes that encoding saved: raw less stored.", ("codec",)),
+    Metric("kvstore_reads_total", "counter",
+           "What happened in the read path, by its name in Store.stats: joined, corrupt, quarantined, ….", ("event",)),
+    Metric("kvstore_pool_capacity_bytes", "gauge", "Size of the buffer pool."),
+    Metric("kvstore_pool_used_bytes", "gauge", "Bytes of the buffer pool that are not free."),
+    Metric("kvstore_pool_quarantined_buffers", "gauge", "Buffers kept back since late I/O may still touch them."),
+    Metric("kvstore_pool_waiting_threads", "gauge", "Threads that wait for memory of the pool."),
+    Metric("kvstore_lanes", "gauge", "Lanes of a backend.", _BACKEND),
+    Metric("kvstore_lanes_busy", "gauge", "Lanes that have a job.", _BACKEND),
+    Metric("kvstore_queue_jobs", "gauge", "Jobs that wait for a lane.", _BACKEND),
+    Metric("kvstore_lane_failures_total", "counter", "Jobs that raised, which none should.", _BACKEND),
+    Metric("kvstore_write_queue_bytes", "gauge", "Bytes of puts that are not done."),
     Metric("kvstore_metrics_overflow_total", "counter",
            "Updates that went to the series `other` because a metric had too many.", ("metric",)),
 )  # fmt: skip
@@ -201,6 +236,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._families: dict[str, _Family] = {}
         self._included: list[Metrics] = []
+        self._hooks: list[Callable[[], None]] = []
         for metric in (*METRICS, *extra):
             self.define(metric)
         renew_after_fork(self)
@@ -234,6 +270,12 @@ class Metrics:
             self.define(metric)
         with self._lock:
             self._included.append(other)
+
+    def before_snapshot(self, hook: Callable[[], None]) -> None:
+        """Have `hook` called before each snapshot, in the thread that takes it: it brings gauges up to date, so that
+        nothing needs to be done while nobody looks. A `KVStoreError` of its means that there is nothing new."""
+        with self._lock:
+            self._hooks.append(hook)
 
     def add(self, name: str, *labels: str, amount: float = 1) -> None:
         """Add `amount` ≥ 0 to a counter. Raises `ConfigError` for an unknown name, kind or number of labels."""
@@ -287,6 +329,21 @@ class Metrics:
         cell = _Histogram(family.metric.buckets) if family.metric.kind == "histogram" else _Cell()
         return family.series.setdefault(labels, cell)
 
+    def observer(self, name: str, *labels: str) -> Callable[[float], None]:
+        """What counts values in one series of a histogram: a handle that looks nothing up. Raises: as `add`."""
+        with self._lock:
+            cell = self._series(name, labels)
+        if not isinstance(cell, _Histogram):
+            raise ConfigError(f"{name} is no histogram")
+        counts, bounds, find = cell.counts, cell.bounds, bisect.bisect_left
+
+        def observe(value: float) -> None:
+            with self._lock:
+                counts[find(bounds, value)] += 1
+                cell.total += value
+
+        return observe
+
     def operation(self, backend: str, operation: str) -> OperationMeter:
         """What counts the calls of one operation of one backend: a handle that looks nothing up."""
         return OperationMeter(self, backend, operation)
@@ -308,6 +365,13 @@ class Metrics:
             `{name: {"kind", "doc", "labels": [...], "series": [{"labels": {name: value}, ...}]}}`; a series holds
             "value", or "count" (of all values), "sum" and "buckets": [[inclusive upper bound, cumulative count], …].
         """
+        for hook in tuple(self._hooks):
+            try:
+                hook()
+            except KVStoreError:  # closed, most likely: what it counted last stays
+                pass
+            except Exception:
+                logger.exception("a hook of the metrics failed")
         with self._lock:
             found = {name: self._family_snapshot(family) for name, family in self._families.items() if family.series}
             included = [*self._included]

@@ -224,9 +224,10 @@ def show_value(option: Option, value: Any) -> str:
         return f"{value * 1000:g} ms" if 0 < value < 1 else f"{value:g} s"
     if option.kind == "bool":
         return "true" if value else "false"
-    if option.kind == "paths":
-        return ", ".join(value) or "—"
-    return f"{value}" if value != "" else '""'
+    if option.kind in ("paths", "integers", "shares"):
+        return ", ".join(map(str, value)) or "—"
+    bare = isinstance(value, str) and value == value.strip() != ""
+    return f"{value}" if bare or not isinstance(value, str) else f'"{value}"'
 
 
 def _short(value: object) -> str:

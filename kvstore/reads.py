@@ -22,9 +22,10 @@ from .flights import Flight, FlightJob, Flights, Parts
 from .placement import Placement
 from .plan import Piece, cut, group, runs
 from .record import checksum, raw_checksums
-from .scheduler import Batch, Priority, by_priority, deadline_passed
+from .scheduler import Batch, Priority, by_priority, deadline_passed, traces_of
 from .staged import SUSPECT, Stager, call_get, cut_view
 from .targets import Counters, Target, pin_all
+from .telemetry.tracing import BatchTrace
 
 __all__ = ["Reader"]
 
@@ -62,6 +63,9 @@ class _FlightsJob(FlightJob):
 
     def run(self) -> None:
         self._run(self)
+
+    def about(self) -> tuple[str, int, Sequence[BatchTrace]]:
+        return "get", len(self.flights), traces_of(flight.batch for flight in self.flights)
 
     def drop(self, error: KVStoreError) -> None:
         outcome = Outcome.failed(error)
@@ -104,6 +108,9 @@ class _PiecesJob(FlightJob):
 
     def run(self) -> None:
         self._reader.run_pieces(self)
+
+    def about(self) -> tuple[str, int, Sequence[BatchTrace]]:
+        return "get", len(self.pieces), traces_of(flight.batch for flight, _ in self.pieces)
 
     def drop(self, error: KVStoreError) -> None:
         outcome = Outcome.failed(error)

@@ -21,8 +21,9 @@ from typing import Any, Protocol, TypeVar
 from .backend import Outcome, Status
 from .completion import Completion
 from .errors import ClosedError, KVStoreError, PermanentError, TransientError
+from .telemetry.tracing import BatchTrace, Tracer, run_traced
 
-__all__ = ["Batch", "Job", "LaneGroup", "Priority", "by_priority", "deadline_passed", "seconds_left"]
+__all__ = ["Batch", "Job", "LaneGroup", "Priority", "by_priority", "deadline_passed", "seconds_left", "traces_of"]
 
 logger = logging.getLogger("kvstore.scheduler")
 
@@ -57,6 +58,11 @@ class _Ranked(Protocol):
 _R = TypeVar("_R", bound=_Ranked)
 
 
+def traces_of(batches: Iterable[Batch]) -> list[BatchTrace]:
+    """The traces of those batches that have one, each once."""
+    return list(dict.fromkeys(batch.trace for batch in batches if batch.trace is not None))
+
+
 def by_priority(things: Sequence[_R]) -> list[tuple[Priority, Sequence[_R]]]:
     """Things of one priority together, the most urgent first. Mostly they all have the same."""
     ranks = [thing.priority for thing in things]
@@ -75,17 +81,19 @@ class Batch:
 
     Attributes:
         alive: False once it is resolved, expired, cancelled or failed: nobody waits for its items any more.
+        trace: what is traced of it; None: nothing is.
     """
 
     __slots__ = (
         "__weakref__", "_busy", "_cut_short", "_finish", "_hook", "_left", "_lock", "_outcomes", "_quiet", "alive",
-        "completion", "deadline",
+        "completion", "deadline", "trace",
     )  # fmt: skip
 
     def __init__(self, size: int, deadline: float, finish: Callable[[list[Any]], Any]) -> None:
         self.deadline = deadline
         self.completion: Completion[Any] = Completion()
         self.alive = True
+        self.trace: BatchTrace | None = None
         self._finish = finish
         self._outcomes: list[Any] = [None] * size
         self._left = size  # items without an outcome
@@ -230,6 +238,11 @@ class Job(ABC):
     def drop(self, error: KVStoreError) -> None:
         """It will not be run, or has raised: end those of its items that have not ended, with `error`."""
 
+    def about(self) -> tuple[str, int, Sequence[BatchTrace]]:
+        """For a trace: the operation, how many items it has, and the traces of the batches that wait for them. One
+        that nobody traces has none."""
+        return "", 0, ()
+
 
 class LaneGroup:
     """The lanes of one backend: up to `lanes` daemon threads that take jobs by priority, then in order.
@@ -241,6 +254,7 @@ class LaneGroup:
         self.name = name
         self.lanes = max(1, lanes)
         self.failures = 0  # jobs that raised
+        self.tracer: Tracer | None = None
         self._heap: list[tuple[int, int, Job]] = []
         self._stale = 0  # entries whose job was withdrawn, or queued again with a higher priority
         self._sequence = itertools.count()
@@ -350,7 +364,10 @@ class LaneGroup:
 
     def _carry_out(self, job: Job) -> None:
         try:
-            job.run()
+            if self.tracer is not None and self.tracer.live:
+                run_traced(self.name, job)
+            else:
+                job.run()
         except BaseException as error:
             self.failures += 1
             logger.exception("a job of lane group %s failed", self.name)

@@ -26,7 +26,7 @@ from .backend import Backend, KeyInfo, Outcome, Status
 from .buffers import Buffer
 from .completion import Completion
 from .config import Config, load_config
-from .errors import ConfigError, TransientError
+from .errors import ConfigError, KVStoreError, TransientError
 from .keys import Key, KeyContext, opaque_key
 from .layout import KVLayout, canonical_dtype
 from .machinery import Machinery, close_dropped
@@ -59,6 +59,8 @@ class Store:
 
     Attributes:
         codec: what records are encoded with.
+        metrics: what it counts; `kvstore.telemetry.exposition` makes Prometheus' text of it.
+        tracer: makes spans (option `tracing`); None: they are off.
         tiers: the hierarchy of the option `tiers`, with `announce`, `pin`, `unpin`, `usage`; None without it.
 
     Raises:
@@ -72,6 +74,7 @@ class Store:
         self.metrics = machinery.metrics
         self.tiers = machinery.tiers
         self.codec = machinery.codec
+        self.tracer = machinery.tracer
         self._warned: set[str] = set()  # models that the codec's profile is not of
         self._finish = _first_error_raised if config.on_error == "raise" else _as_they_are
         self._dropped = weakref.finalize(self, close_dropped, machinery, repr(self))
@@ -88,8 +91,9 @@ class Store:
         """
 
         check_keys(keys)
-        batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, _prefix, "lookup")
-        self._machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
+        machinery = self._machinery
+        batch = machinery.batch(len(keys), deadline, self.config.lookup_timeout, self._prefix, "lookup", keys)
+        machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
         return batch.completion
 
     def submit_stat(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
@@ -98,7 +102,7 @@ class Store:
         Like a lookup it is a promise about names, not about bytes.
         """
         check_keys(keys)
-        batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, self._finish, "lookup")
+        batch = self._machinery.batch(len(keys), deadline, self.config.lookup_timeout, self._finish, "lookup", keys)
         self._machinery.asker.submit(batch, keys, asks.stat, "lookup", first_hit=True)
         return batch.completion
 
@@ -126,8 +130,9 @@ class Store:
         flights = [prepare(want) for want in wants]
         if len({id(want.dst) for want in wants}) < len(wants):
             check_once(wants)
-        batch = self._machinery.batch(len(flights), deadline, self.config.blocking_timeout, self._finish, "get")
-        self._machinery.reader.submit(batch, flights, priority)
+        machinery = self._machinery
+        batch = machinery.batch(len(flights), deadline, self.config.blocking_timeout, self._finish, "get", wants)
+        machinery.reader.submit(batch, flights, priority)
         return batch.completion
 
     def submit_put(
@@ -152,7 +157,7 @@ class Store:
         self, items: Sequence[Item], priority: Priority, deadline: float | None, *, wait: bool
     ) -> Completion[Sequence[Outcome]]:
         puts = [Put(item, segments_of(item)) for item in items]
-        batch = self._machinery.batch(len(puts), deadline, self.config.put_timeout, self._finish, "put")
+        batch = self._machinery.batch(len(puts), deadline, self.config.put_timeout, self._finish, "put", items)
         self._machinery.writer.submit(batch, puts, priority, wait=wait)
         return batch.completion
 
@@ -167,14 +172,14 @@ class Store:
         """
         check_keys(keys)
         asker = self._machinery.asker
-        batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease")
+        batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _leases, "lease", keys)
         asker.submit(batch, keys, asker.lease, "lease", first_hit=True)
         return batch.completion
 
     def submit_delete(self, keys: Sequence[Key], *, deadline: float | None = None) -> Completion[Sequence[Outcome]]:
         """Remove records from every replica: OK if any had it, MISS if none."""
         check_keys(keys)
-        batch = self._machinery.batch(len(keys), deadline, self.config.put_timeout, self._finish, "delete")
+        batch = self._machinery.batch(len(keys), deadline, self.config.put_timeout, self._finish, "delete", keys)
         self._machinery.asker.submit(batch, keys, asks.delete, "delete", first_hit=False)
         return batch.completion
 
@@ -184,7 +189,7 @@ class Store:
         """The verified headers (shape, codec, meta) of records; None for those that are missing or damaged."""
         check_keys(keys)
         asker = self._machinery.asker
-        batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get")
+        batch = self._machinery.batch(len(keys), deadline, self.config.blocking_timeout, _headers, "get", keys)
         asker.submit(batch, keys, asker.heads, "get", first_hit=True)
         return batch.completion
 
@@ -308,6 +313,7 @@ class Store:
         Raises:
             ConfigError: a field that makes no sense; or the codec's profile is for another layout or dtype.
         """
+        self._machinery.watch.model = model
         profile = self._machinery.codec.profile
         if profile is not None:
             profile.check_layout(layout, canonical_dtype(dtype))
@@ -320,6 +326,21 @@ class Store:
             "codec_profile": None if profile is None else profile.id,
         }
         return KeyContext(model=model, layout=layout, dtype=dtype, **{**own, **fields})
+
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        """The scheduler's waiting queue, first to run first: the keys of each job in prefix order. Tiers and nodes
+        bring them up in this order, and keep them; other backends do nothing. Replaces what was announced before; an
+        empty one ends it. Returns at once; trouble with it is no error.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        self._machinery.check_open()
+        for target in self._machinery.targets:
+            try:
+                target.backend.announce(waiting)
+            except KVStoreError as error:
+                logger.debug("%s could not be told what waits: %s", target.name, error)
 
     # Life.
 
@@ -353,6 +374,16 @@ class Store:
         return f"<Store {names}{' (closed)' if self._machinery.closed else ''}>"
 
     # Plumbing.
+
+    def _prefix(self, outcomes: Sequence[Outcome]) -> int:
+        """The number of leading hits, counted."""
+        hits = len(outcomes)
+        for index, outcome in enumerate(outcomes):
+            if outcome.status is not Status.OK:
+                hits = index
+                break
+        self._machinery.watch.looked(hits, len(outcomes))
+        return hits
 
     def _keys(self, names: Sequence[Any]) -> Sequence[Key]:
         if isinstance(names, str | bytes):  # taken as a list, it would name one record per letter
@@ -439,14 +470,6 @@ def _first_error_raised(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         if outcome.error is not None:
             raise outcome.error
     return outcomes
-
-
-def _prefix(outcomes: Sequence[Outcome]) -> int:
-    """The number of leading hits."""
-    for index, outcome in enumerate(outcomes):
-        if outcome.status is not Status.OK:
-            return index
-    return len(outcomes)
 
 
 def _leases(results: Sequence[Any]) -> Sequence[Buffer | None]:

@@ -273,9 +273,19 @@ def attempt(
 
 @dataclass
 class Counters:
-    """What a store counts: plain integers, added to once per job under the store's lock."""
+    """What a store counts: plain integers, added to once per job under the lock of the part that counts.
+
+    Attributes:
+        served: (index of the target, place of the tier in its hierarchy, or -1) → records that were read and verified,
+            tokens of these; under `lock`.
+        missed, failed: records that a get did not bring, because they were not there, or for trouble; under `lock`.
+    """
 
     values: Counter[str] = field(default_factory=Counter)
+    served: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    missed: int = 0
+    failed: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, amount: int = 1) -> None:
         self.values[name] += amount

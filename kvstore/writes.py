@@ -21,8 +21,9 @@ from .layout import canonical_dtype, dtype_itemsize
 from .placement import Placement
 from .plan import group
 from .record import build_record
-from .scheduler import Batch, Job, Priority, by_priority, deadline_passed, seconds_left
+from .scheduler import Batch, Job, Priority, by_priority, deadline_passed, seconds_left, traces_of
 from .targets import Counters, Item, Target, attempt, pin_all
+from .telemetry.tracing import BatchTrace
 
 __all__ = ["Put", "Writer"]
 
@@ -115,6 +116,9 @@ class _WriteJob(Job):
 
     def run(self) -> None:
         self._end(self._writer.write(self.target, self.puts))
+
+    def about(self) -> tuple[str, int, Sequence[BatchTrace]]:
+        return "put", len(self.puts), traces_of(put.batch for put in self.puts)
 
     def drop(self, error: KVStoreError) -> None:
         self._end([Outcome.failed(error)] * len(self.puts))
@@ -370,8 +374,8 @@ class Writer:
                         done += [(rider, best) for rider in riders]
                     else:
                         self._promote(riders, best, done, again, urgent)
-            for _, outcome in done:
-                self._count(outcome)
+            for put, outcome in done:
+                self._count(put, outcome)
             self._less.notify_all()
         if again:  # before callbacks run: one that takes its time holds nobody up
             self._dispatch(again)
@@ -401,11 +405,12 @@ class Writer:
         self._queued += host.nbytes
         again.append(host)
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, put: Put, outcome: Outcome) -> None:
         values = self._counters.values
         if outcome.status is Status.OK:
             values["put_stored"] += 1
             values["put_bytes"] += outcome.nbytes
+            values["put_raw_bytes"] += put.item.spec.raw_bytes
         elif outcome.status is Status.EXISTS:
             values["put_exists"] += 1
         else:

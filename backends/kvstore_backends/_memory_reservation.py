@@ -199,6 +199,9 @@ class Reservation:
                 for key in ready:
                     del pending[key]
             records.update(ready)
+            store.nbytes += sum([record.found.nbytes for record in ready.values()])
+            if store.note is not None:
+                store.tell_locked([*ready])
             if held is not None:
                 for record in ready.values():
                     record.readers, record.read = 1, True

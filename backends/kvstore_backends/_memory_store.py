@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvstore.backend import Outcome, Status
 from kvstore.buffers import Buffer, BufferPool
@@ -27,6 +27,10 @@ _SLICE = 1000  # records removed under one lock by a sweep
 class MemoryStore:
     """What several `MemoryBackend`s of one name share. Methods that end in `_locked` want `lock` held.
 
+    Attributes:
+        nbytes: of all records together.
+        note: if it is set, told once per batch, in order and under the lock: ("admit" or "evict", keys).
+
     Raises:
         ConfigError: unknown policy, or a limit that is too small or cannot be mapped.
     """
@@ -45,7 +49,9 @@ class MemoryStore:
         self.pending: dict[Key, Reservation] = {}  # being stored; by whom
         self.handles = 1
         self.closed = ""  # why, if it is
-        self.evicted = self.expired = 0
+        self.nbytes = self.evicted = self.expired = 0
+        self.note: Callable[[str, Sequence[Key]], None] | None = None
+        self._left: list[Key] = []  # gone, but not told of yet
         self.sizes: dict[int, Outcome] = {}
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -185,10 +191,22 @@ class MemoryStore:
             return False
         if key not in self.pending:  # else it was a rival's, and the claim of the first writer stands
             self.policy.forget(key)
+        self.nbytes -= record.found.nbytes
+        if self.note is not None:
+            self._left.append(key)
         record.gone = True
         if not record.readers:
             record.buffer.release()
         return True
+
+    def tell_locked(self, came: Sequence[Key] = ()) -> None:
+        """Tell `note` what has gone since it was told last, then what came."""
+        if self.note is not None:
+            if self._left:
+                left, self._left = self._left, []
+                self.note("evict", left)
+            if came:
+                self.note("admit", came)
 
     def make_room(self, sizes: Sequence[int], mine: Collection[Key], held: int = 0) -> list[Buffer] | bool:
         """Memory for records of `sizes` bytes, all or none; evicts what it must, but nothing of `mine`.
@@ -233,6 +251,35 @@ class MemoryStore:
             with self.lock:
                 self.changed.wait(min(left, _LOOK_AGAIN_S))
 
+    def replace(self, key: Key, data: memoryview, until: float) -> bool:
+        """Give a record other bytes, for whoever reads it from now on. False: it is not there.
+
+        Args:
+            until: `time.monotonic()` seconds until which it waits for memory.
+
+        Raises:
+            PoolExhausted: there is no memory; the record is as it was.
+        """
+        buffer = self.wait_for_room(len(data), (key,), until)
+        if buffer is None:
+            raise PoolExhausted(f"no memory for {len(data)} bytes became free", backend=self.name, operation="put")
+        buffer.view[:] = data
+        unused = buffer
+        with self.lock:
+            old = self.records.get(key)
+            if old is not None and not self.closed:
+                record = Record(buffer, buffer.view, self.size_outcome(len(data)), old.used, old.expires)
+                record.read = old.read
+                self.records[key] = record
+                self.nbytes += len(data) - old.found.nbytes
+                self.policy.admit(key, len(data))
+                old.gone = True
+                unused = old.buffer
+            if old is None or not old.readers or unused is buffer:
+                unused.release()
+            self.changed.notify_all()
+        return unused is not buffer
+
     def expire(self) -> int:
         """Remove the records whose time has come; returns how many."""
         if self.expiry.ttl == math.inf:
@@ -262,6 +309,7 @@ class MemoryStore:
             self.closed = why
             records = [*self.records.values()]
             self.records.clear()
+            self.nbytes = 0
             for record in records:
                 record.gone = True
             idle = [record.buffer for record in records if not record.readers]

@@ -1,8 +1,8 @@
 """`Backlog`: records on their way from a node's memory down to its folder, written by one thread.
 
 A put is over when the record is in memory. The thread writes it later, from the same memory: the record is pinned until
-then. What waits is bounded in bytes; what does not fit is counted and stays in memory only, as does what the folder
-refuses.
+then. What could not be written because the place is away or busy waits for another turn. What waits is bounded in
+bytes; what does not fit is counted and stays in memory only, as does what the place refuses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.backend import Backend, Write
-from kvstore.errors import ClosedError
+from kvstore.errors import ClosedError, KVStoreError, PermanentError, TransientError
 from kvstore.keys import Key
 
 from ._memory_reservation import Record
@@ -28,6 +28,7 @@ logger = logging.getLogger("kvstore.node")
 _BATCH_BYTES = 32 << 20
 _BATCH_RECORDS = 256
 _WRITE_S = 60.0  # for one batch
+_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0  # before a place that took nothing is tried again
 
 
 class BacklogCounts(NamedTuple):
@@ -73,6 +74,9 @@ class Backlog:
     Args:
         most_bytes: most bytes that wait.
         prepare: called in the thread with the keys of each batch, before it is written.
+
+    Attributes:
+        failing: the place took nothing of the last batch, and not because of the records.
     """
 
     def __init__(
@@ -89,7 +93,8 @@ class Backlog:
         self._changed = threading.Condition(self._lock)
         self._nbytes = self._written = self._dropped = self._failed = self._errors = 0
         self._complained = False
-        self._closing = False
+        self._closing = self._dropping = False
+        self.failing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-node-disk", daemon=True)
         self._thread.start()
 
@@ -162,19 +167,34 @@ class Backlog:
     # The thread.
 
     def _run(self) -> None:
+        pause = 0.0
         while True:
             with self._lock:
                 while not self._waiting and not self._closing:
                     self._changed.wait()
+                end = time.monotonic() + pause
+                while self._waiting and (left := end - time.monotonic()) > 0:
+                    self._changed.wait(left)
                 if not self._waiting:
-                    return
+                    if self._closing:
+                        return
+                    continue
                 batch = self._next_batch()
             written = errors = 0
+            again: set[Key] = set()
             try:
-                written = self._write(batch)
+                written, again = self._write(batch)
             except Exception:  # noqa: BLE001 - logged, once; this thread must not end
                 errors = 1
+                self.failing = True
                 self._complain()
+            pause = min(max(2 * pause, _PAUSE_S), _MOST_PAUSE_S) if again and not written else 0.0
+            with self._lock:
+                for key in again:
+                    if key in self._held:  # whoever removes it looks afterwards whether it is still there
+                        self._held[key].offer(batch[key].parent)
+                    elif key not in self._waiting and not self._dropping:
+                        self._waiting[key] = batch.pop(key)
             self._store.let_go([waiting.record for waiting in batch.values()])
             with self._lock:
                 self._nbytes -= sum(waiting.record.found.nbytes for waiting in batch.values())
@@ -197,19 +217,25 @@ class Backlog:
         self._writing = frozenset(batch)
         return batch
 
-    def _write(self, batch: dict[Key, _Waiting]) -> int:
-        """How many were written. Raises what the backend raises."""
+    def _write(self, batch: dict[Key, _Waiting]) -> tuple[int, set[Key]]:
+        """How many were written, and which may be tried again. Raises what the backend raises."""
         self._prepare([*batch])
         writes = [Write(key, [waiting.record.view], waiting.parent) for key, waiting in batch.items()]
         try:
             outcomes = self._backend.put(writes, deadline=time.monotonic() + _WRITE_S)
         except ClosedError:
-            return 0
+            return 0, set()
         self._complained = False
         failed = [outcome for outcome in outcomes if not outcome.stored]
+        self.failing = len(failed) == len(outcomes) and any(_is_of_place(outcome.error) for outcome in failed)
         if failed:
             logger.debug("%d of %d records were not written: %s", len(failed), len(writes), failed[0].error)
-        return len(writes) - len(failed)
+        again = {
+            write.key
+            for write, outcome in zip(writes, outcomes, strict=True)
+            if isinstance(outcome.error, TransientError)
+        }  # fmt: skip
+        return len(writes) - len(failed), again
 
     def _complain(self) -> None:
         """Once, until something is written again: a folder that is broken is so for every batch."""
@@ -235,12 +261,14 @@ class Backlog:
         return True
 
     def close(self, timeout: float) -> None:
-        """Write what waits, for `timeout` seconds at most; then only what is being written just now."""
+        """Write what waits, for `timeout` seconds at most; what is being written then is left to itself."""
+        end = time.monotonic() + timeout
         with self._lock:
             self._closing = True
             self._changed.notify_all()
         if not self.settle(timeout):
             with self._lock:
+                self._dropping = True
                 left = [*self._waiting.values()]
                 self._waiting.clear()
                 self._nbytes -= sum(waiting.record.found.nbytes for waiting in left)
@@ -249,4 +277,9 @@ class Backlog:
             self._store.let_go([waiting.record for waiting in left])
             if left:
                 logger.warning("%s: %d records were not written in time", self._backend.name, len(left))
-        self._thread.join(max(0.0, timeout))
+        self._thread.join(max(0.0, end - time.monotonic()))
+
+
+def _is_of_place(error: KVStoreError | None) -> bool:
+    """Whether a place is broken or full, and not a record one that it would never take."""
+    return not isinstance(error, PermanentError) or isinstance(error.cause, OSError)

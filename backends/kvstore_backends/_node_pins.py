@@ -6,7 +6,7 @@ What may be pinned is bounded by the `Gate`, and nothing is pinned before there 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import KVStoreError, PermanentError, PoolExhausted
@@ -14,6 +14,7 @@ from kvstore.keys import Key
 from kvstore_transport.seam import Incoming
 
 from ._memory_reservation import Record, span, spans
+from ._node_below import before
 from ._node_gate import Pass
 from ._node_space import Space
 from .node.protocol import Code, Status
@@ -39,6 +40,8 @@ class Pins(NamedTuple):
     records: of each item of a batch; None: there is none.
     pins: what to let go, once for each reader.
     notes: code and reason of items that failed, by index.
+    brought: records that came up from below for this.
+    postponed: how many items failed only because the batch is too large: the client asks for them again.
     """
 
     space: Space
@@ -46,6 +49,8 @@ class Pins(NamedTuple):
     records: Sequence[Record | None]
     pins: Sequence[Record | None]
     notes: dict[int, tuple[Code, str]]
+    brought: Collection[Key] = ()
+    postponed: int = 0
 
     def drop(self) -> None:
         self.space.store.let_go(self.pins)
@@ -67,7 +72,7 @@ def pin(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     """
     store, client = space.store, incoming.peer.client
     records = store.find(keys, "get")
-    if space.disk is None or None not in records:
+    if space.below is None or None not in records:
         charge, count = _charge(records)
         if charge <= space.gate.room(client) or count == 1:
             held = (space.gate.lend if incoming.leasing else space.gate.enter)(client, charge, 0.0)
@@ -81,7 +86,8 @@ def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     notes: dict[int, tuple[Code, str]] = {}
     failures: dict[Key, KVStoreError] = {}
     client, room = incoming.peer.client, space.gate.room(incoming.peer.client)
-    sizes = _sizes(space, keys, failures, incoming.deadline)
+    until = before(incoming.deadline)
+    sizes = _sizes(space, keys, failures, until)
     # No more than one client may ever hold: the first record, and those after it that fit.
     wanted: dict[Key, None] = {}
     charge = 0
@@ -94,6 +100,7 @@ def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
             continue
         wanted[key] = None
         charge += span(sizes[key])
+    postponed = len(notes)
     now = time.monotonic()
     if incoming.leasing:
         held = space.gate.lend(client, charge, now + min((incoming.deadline - now) / 2, _LEASE_LEAVE_S))
@@ -102,8 +109,9 @@ def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     if held is None:
         raise Refused(Status.BUSY, f"no leave to hold {charge} bytes of memory came in time")
     found: dict[Key, Record] = {}
+    brought: set[Key] = set()
     try:
-        _bring(space, [*wanted], found, failures, incoming.deadline)
+        _bring(space, [*wanted], sizes, found, brought, failures, until)
     except BaseException:
         space.store.let_go([*found.values()])
         held.leave()
@@ -112,29 +120,32 @@ def _pin_later(incoming: Incoming, space: Space, keys: Sequence[Key]) -> Pins:
     for index, key in enumerate(keys):
         if records[index] is None and key in failures:
             notes[index] = code_of(failures[key]), str(failures[key])
-    return Pins(space, held, records, [*found.values()], notes)
+    return Pins(space, held, records, [*found.values()], notes, brought, postponed)
 
 
 def _bring(
-    space: Space, missing: Sequence[Key], found: dict[Key, Record], failures: dict[Key, KVStoreError],
-    deadline: float,
+    space: Space, missing: Sequence[Key], sizes: Mapping[Key, int], found: dict[Key, Record], brought: set[Key],
+    failures: dict[Key, KVStoreError], deadline: float,
 ) -> None:  # fmt: skip
-    """Pin records in memory, or bring them up from the disk; what is in neither is left out. What somebody else
-    brings up at the same time may be evicted before we see it there, so we look again."""
-    store, disk = space.store, space.disk
+    """Pin records in memory, or bring them up from below; what is in neither is left out. What somebody else brings up
+    at the same time may be evicted before we see it there, so we look again."""
+    store, below = space.store, space.below
     while missing:
         records = store.find(missing, "get")
         found.update((key, record) for key, record in zip(missing, records, strict=True) if record is not None)
         missing = [key for key, record in zip(missing, records, strict=True) if record is None]
-        if disk is None or not missing:
+        if below is None or not missing:
             return
-        outcomes = disk.sizes(missing, deadline)
-        below = {key: each.nbytes for key, each in zip(missing, outcomes, strict=True) if each.ok}
-        failures.update((key, each.error) for key, each in zip(missing, outcomes, strict=True) if each.error)
-        loaded = disk.load([*below], [*below.values()], deadline)
+        if not sizes:
+            outcomes = below.sizes(missing, deadline)
+            sizes = {key: each.nbytes for key, each in zip(missing, outcomes, strict=True) if each.ok}
+            failures.update((key, each.error) for key, each in zip(missing, outcomes, strict=True) if each.error)
+        wanted = [key for key in missing if key in sizes]
+        loaded = below.load(wanted, [sizes[key] for key in wanted], deadline)
         found.update(loaded.records)
+        brought.update(loaded.records)
         failures.update(loaded.failures)
-        missing = loaded.elsewhere
+        missing, sizes = loaded.elsewhere, {}
 
 
 def _sizes(
@@ -146,9 +157,9 @@ def _sizes(
         store.check("get")
         records = store.look_locked(keys)
     sizes = {key: record.found.nbytes for key, record in zip(keys, records, strict=True) if record is not None}
-    if space.disk is not None:
+    if space.below is not None:
         missing = [*dict.fromkeys(key for key in keys if key not in sizes)]
-        for key, outcome in zip(missing, space.disk.sizes(missing, deadline), strict=True):
+        for key, outcome in zip(missing, space.below.sizes(missing, deadline), strict=True):
             if outcome.ok:
                 sizes[key] = outcome.nbytes
             elif outcome.error is not None:

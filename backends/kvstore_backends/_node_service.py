@@ -25,6 +25,7 @@ from kvstore_transport.errors import TransportError
 from kvstore_transport.seam import Answer, Incoming
 
 from ._memory_reservation import Record, Reservation, span, spans
+from ._node_below import GLANCE_S, before
 from ._node_pins import LEAVE_S, Refused, code_of, pin
 from ._node_session import Cursor, Cursors, Session, Sessions, Ticket
 from ._node_space import Space
@@ -38,6 +39,7 @@ from .node.protocol import (
     pack_outcomes,
     pack_page,
     pack_ticket,
+    unpack_announce,
     unpack_data,
     unpack_get,
     unpack_keys,
@@ -80,6 +82,7 @@ class Service:
         self._handlers: dict[int, Callable[[Incoming, Space, Session], Answer]] = {
             Op.STAT: self._stat, Op.GET: self._get, Op.PUT: self._put, Op.DATA: self._data,
             Op.DELETE: self._delete, Op.QUARANTINE: self._quarantine, Op.LIST: self._list, Op.INFO: self._info,
+            Op.ANNOUNCE: self._announce,
         }  # fmt: skip
 
     def __call__(self, incoming: Incoming) -> Answer:
@@ -112,21 +115,22 @@ class Service:
     def _stat(self, incoming: Incoming, space: Space, session: Session) -> Answer:
         keys = unpack_keys(incoming.meta)
         outcomes = space.backend.stat(keys, deadline=incoming.deadline)
-        if space.disk is not None:
+        if space.below is not None:
             missing = [index for index, outcome in enumerate(outcomes) if outcome.status is Ended.MISS]
             if missing:
-                below = space.disk.sizes([keys[index] for index in missing], incoming.deadline)
+                below = space.below.sizes([keys[index] for index in missing], before(incoming.deadline))
                 for index, outcome in zip(missing, below, strict=True):
                     outcomes[index] = outcome
+        space.count(absent=sum([outcome.status is Ended.MISS for outcome in outcomes]))
         return _reply(outcomes, incoming)
 
     def _delete(self, incoming: Incoming, space: Space, session: Session) -> Answer:
-        outcomes = space.delete(unpack_keys(incoming.meta), incoming.deadline)
+        outcomes = space.delete(unpack_keys(incoming.meta), _told_by(space, incoming))
         space.count(deleted=sum(outcome.ok for outcome in outcomes))
         return _reply(outcomes, incoming)
 
     def _quarantine(self, incoming: Incoming, space: Space, session: Session) -> Answer:
-        outcomes = space.quarantine(unpack_keys(incoming.meta), incoming.deadline)
+        outcomes = space.quarantine(unpack_keys(incoming.meta), _told_by(space, incoming))
         space.count(quarantined=sum(outcome.ok for outcome in outcomes))
         return _reply(outcomes, incoming)
 
@@ -139,7 +143,7 @@ class Service:
         codes: list[int] = []
         sizes: list[int] = []
         body: list[memoryview] = []
-        total = hits = 0
+        total = reads = hits = 0
         last: Record | None = None
         start = end = 0  # of what was taken last, within `last`
         fine = Code.OK
@@ -151,7 +155,8 @@ class Service:
                     continue
                 offset = offsets[index]
                 size = min(lengths[index], max(0, record.found[1] - offset))
-                hits += 1
+                reads += 1
+                hits += not offset  # a record that is read in parts is one hit
                 codes.append(fine)
                 sizes.append(size)
                 if not size:
@@ -166,8 +171,13 @@ class Service:
                 body.append((view if size == len(view) else view[start:end]).toreadonly())
             if total > incoming.peer.max_body:
                 raise Refused(Status.BAD, f"{total} bytes asked for; this client takes {incoming.peer.max_body}")
-            misses = codes.count(Code.MISS)
-            space.count(hits=hits, misses=misses, failed=len(codes) - hits - misses, bytes_out=total)
+            missed = [index for index, code in enumerate(codes) if code == Code.MISS] if reads < len(codes) else ()
+            brought = pinned.brought
+            space.count(
+                hits=hits, misses=sum([not offsets[index] for index in missed]), bytes_out=total,
+                from_below=sum([not offsets[at] for at, key in enumerate(keys) if key in brought]) if brought else 0,
+                failed=len(codes) - reads - len(missed) - pinned.postponed, postponed=pinned.postponed,
+            )  # fmt: skip
             meta = _pack(incoming, codes, sizes, {index: note for index, (_, note) in notes.items()})
         except BaseException:
             pinned.drop()
@@ -217,7 +227,7 @@ class Service:
                     codes[reservation.places[index]] = Code.WANTED
             if final:
                 return self._receive_all(incoming, space, reservation, with_room, sizes, codes, notes)
-            _count_codes(space, codes)
+            _count_codes(space, codes, postponed=len(notes))
             number = 0
             if with_room:
                 ticket.indices = with_room
@@ -246,9 +256,10 @@ class Service:
             store.check("put")
             there = store.look_locked(keys, use=True)
         absent = [place for place, record in enumerate(there) if record is None]
-        if space.disk is not None and absent:
-            below = space.disk.sizes([keys[place] for place in absent], incoming.deadline)
-            space.disk.touch([keys[place] for place, found in zip(absent, below, strict=True) if found.ok])
+        if space.below is not None and absent:
+            until = min(before(incoming.deadline), time.monotonic() + GLANCE_S)
+            below = space.below.sizes([keys[place] for place in absent], until)
+            space.below.touch([keys[place] for place, found in zip(absent, below, strict=True) if found.ok])
             absent = [place for place, found in zip(absent, below, strict=True) if not found.ok]
         wanted = [sizes[place] for place in absent]
         if wanted and max(wanted) <= largest and spans(wanted) <= most:  # all, as nearly always
@@ -294,21 +305,22 @@ class Service:
                 codes[reservation.places[index]] = code
         else:
             incoming.discard()
-        _count_codes(space, codes, sizes)
+        _count_codes(space, codes, sizes, postponed=len(notes))
         return Answer(Status.OK, _pack(incoming, codes, sizes, notes))
 
     def _commit(
         self, incoming: Incoming, space: Space, reservation: Reservation, indices: Sequence[int]
     ) -> list[int]:  # fmt: skip
-        """Make records visible and have them written to the disk; their codes."""
+        """Make records visible and have them written below; their codes."""
         lost: set[int] = set()
-        if space.disk is not None and reservation.contested:  # a rival's may have gone below in the meantime
-            below = space.disk.sizes([reservation.keys[index] for index in indices], incoming.deadline)
+        if space.below is not None and reservation.contested:  # a rival's may have gone below in the meantime
+            until = min(before(incoming.deadline), time.monotonic() + GLANCE_S)
+            below = space.below.sizes([reservation.keys[index] for index in indices], until)
             lost = {index for index, found in zip(indices, below, strict=True) if found.ok}
         lost.update(reservation.commit([index for index in indices if index not in lost]))
-        if space.disk is not None:
+        if space.below is not None:
             stored = [index for index in indices if index not in lost]
-            space.disk.backlog.offer([reservation.keys[i] for i in stored], [reservation.parents[i] for i in stored])
+            space.below.backlog.offer([reservation.keys[i] for i in stored], [reservation.parents[i] for i in stored])
         return [Code.EXISTS if index in lost else Code.OK for index in indices] if lost else [Code.OK] * len(indices)
 
     def _data(self, incoming: Incoming, space: Space, session: Session) -> Answer:
@@ -353,6 +365,10 @@ class Service:
         )
         return Answer(Status.OK, pack_page(page_of))
 
+    def _announce(self, incoming: Incoming, space: Space, session: Session) -> Answer:
+        session.announce(incoming.peer.client, unpack_announce(incoming.meta))
+        return Answer(Status.OK, b"")
+
     def _info(self, incoming: Incoming, space: Space, session: Session) -> Answer:
         return Answer(Status.OK, msgpack.packb(self.facts(space)))
 
@@ -363,7 +379,7 @@ class Service:
             "max_value_bytes": min(space.store.pool.largest, self._max_body),
             "max_items": MAX_ITEMS,
             "credits": space.gate.per_client,
-            "durable": space.disk is not None,
+            "durable": space.below is not None,
             "ttl": space.store.expiry.ttl != float("inf"),
             "capacity": space.namespace.policy != "none",
             "stats": space.stats(),
@@ -427,10 +443,16 @@ def _pack(incoming: Incoming, codes: Sequence[int], sizes: Sequence[int], notes:
     return pack_outcomes(codes, sizes, fitting)
 
 
-def _count_codes(space: Space, codes: Sequence[int], sizes: Sequence[int] = ()) -> None:
+def _told_by(space: Space, incoming: Incoming) -> float:
+    """When a removal must have ended: what lies below may hang, and the answer must be in time all the same."""
+    return incoming.deadline if space.below is None else before(incoming.deadline)
+
+
+def _count_codes(space: Space, codes: Sequence[int], sizes: Sequence[int] = (), *, postponed: int = 0) -> None:
+    """`postponed`: items that are FULL only because the batch is too large: the client offers them again."""
     fine = Code.OK
     stored = [n for code, n in zip(codes, sizes, strict=False) if code == fine]
     space.count(
         puts=len(stored), bytes_in=sum(stored), exists=codes.count(Code.EXISTS),
-        refused=codes.count(Code.FULL) + codes.count(Code.TOO_LARGE),
+        refused=codes.count(Code.FULL) + codes.count(Code.TOO_LARGE) - postponed, postponed=postponed,
     )  # fmt: skip

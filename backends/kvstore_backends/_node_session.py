@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 
 from kvstore.backend import KeyInfo
+from kvstore.keys import Key
 
 from ._memory_reservation import Reservation
 from ._node_gate import Pass
@@ -81,8 +82,13 @@ class Session:
         ticket.drop()
         self._space.count(abandoned=len(ticket.indices))
 
+    def announce(self, client: bytes, waiting: Sequence[Sequence[Key]]) -> None:
+        """The queue of the engine at the other end, until it announces another one or this connection ends."""
+        self._space.ahead.announce(client, self, waiting)
+
     def close(self) -> None:
         self.drop()
+        self._space.ahead.forget(self)
         self._ended(self)
 
 
@@ -124,7 +130,7 @@ class Sessions:
 
 
 class Cursor:
-    """A listing of memory and disk, as far as it was read. A record that is in both is listed once."""
+    """A listing of memory and what lies below, as far as it was read. A record that is in both is listed once."""
 
     def __init__(self, space: Space, until: float) -> None:
         self.number = 0
@@ -151,11 +157,11 @@ class Cursor:
 def _infos(space: Space, until: float) -> Generator[KeyInfo, None, None]:
     seen: set[bytes] = set()
     for page in space.backend.list(deadline=until):
-        if space.disk is not None:
+        if space.below is not None:
             seen.update(info.key for info in page)
         yield from page
-    if space.disk is not None:
-        for page in space.disk.pages(until):
+    if space.below is not None:
+        for page in space.below.pages(until):
             yield from (info for info in page if info.key not in seen)
 
 

@@ -1,10 +1,12 @@
 """`Namespace` and `Space`: one tenant of a node, as it is configured and as it runs.
 
-Each has memory, a folder and limits of its own, so nothing crosses, and no tenant can evict another's records.
+Each has memory, a folder, a remote place and limits of its own, so nothing crosses, and no tenant can evict another's
+records.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -13,12 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.backend import MISS, Outcome, Status
+from kvstore.control.journal import Journal
 from kvstore.errors import ConfigError, TransientError
 from kvstore.keys import Key
 
 from ._memory_reservation import ALIGNMENT, Expiry
-from ._node_disk import DiskTier
+from ._node_ahead import Ahead
+from ._node_below import Below
 from ._node_gate import Gate
+from ._node_tiers import MEMORY
 from .memory import MemoryBackend
 
 __all__ = ["Counts", "Namespace", "Space", "share_memory"]
@@ -36,6 +41,8 @@ class Namespace:
         disk: URL of a folder below the memory, `file:///nvme/kv?bytes=400GiB`; "": none.
         ttl: seconds after which a record goes; math.inf: never.
         ttl_from: "use": counted from the last get or put; "put": from the put that stored it.
+        remote: URL of what lies below memory and disk, anything that `kvstore.open_store` takes, which other nodes may
+            share; "": none.
 
     Raises:
         ConfigError: a value that makes no sense.
@@ -48,6 +55,7 @@ class Namespace:
     disk: str = ""
     ttl: float = math.inf
     ttl_from: str = "use"
+    remote: str = ""
 
     def __post_init__(self) -> None:
         if len(self.name.encode()) > 256 or not self.name.isprintable():
@@ -58,10 +66,10 @@ class Namespace:
             raise ConfigError(f"{self.shown}: ttl is {self.ttl:g} s; it must be more than 0")
         if self.memory_bytes < 0:
             raise ConfigError(f"{self.shown}: {self.memory_bytes} bytes of memory")
-        if self.disk and self.policy == "none":
+        if (self.disk or self.remote) and self.policy == "none":
             raise ConfigError(
                 f"{self.shown}: with policy=none nothing ever leaves the memory, so nothing can be read back into it "
-                "from the disk; use another policy, or no disk"
+                "from the disk or from what is remote; use another policy, or neither of them"
             )
 
     @property
@@ -92,10 +100,13 @@ class Counts:
     """What happened in a namespace since the node started. Records, if it does not say otherwise.
 
     Attributes:
-        hits, misses: reads of records that were there, or not.
+        hits, misses: records that were read, leased, or not there. One that is read in parts counts with its beginning.
+        from_below: hits that were brought into memory for it.
+        absent: records that were asked for, and not there (lookups).
         puts, exists: records stored; offered, but there already.
         refused: records for which there was no room, or that are too large.
-        failed: reads and writes that failed for another reason.
+        failed: reads that failed for another reason.
+        postponed: reads that did not fit into the same answer; clients ask for them again.
         deleted, quarantined: records.
         bytes_in, bytes_out: bytes of records received and sent.
         busy: requests that were sent away because there was too much under way.
@@ -105,10 +116,13 @@ class Counts:
 
     hits: int = 0
     misses: int = 0
+    from_below: int = 0
+    absent: int = 0
     puts: int = 0
     exists: int = 0
     refused: int = 0
     failed: int = 0
+    postponed: int = 0
     deleted: int = 0
     quarantined: int = 0
     bytes_in: int = 0
@@ -128,32 +142,47 @@ class Space:
             what is left.
         credits_bytes: what one client may hold of that.
         clock: for ttl, seconds since the epoch.
+        journal: where it is noted what comes into memory and disk, and what leaves them; None: nowhere.
 
     Raises:
-        ConfigError: see `MemoryBackend` and `DiskTier`.
+        ConfigError: see `MemoryBackend` and `Below`.
     """
 
     def __init__(
         self, namespace: Namespace, nbytes: int, *, shared: bool, share: float, credits_bytes: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float], journal: Journal | None = None,
     ) -> None:  # fmt: skip
         self.namespace = namespace
+        self._journal = journal
         expiry = Expiry(namespace.ttl, namespace.ttl_from == "use", clock)
         name = f"node:{namespace.name}" if namespace.name else "node"
         self.backend = MemoryBackend(nbytes, policy=namespace.policy, name=name, shared=shared, expiry=expiry)
         self.store = self.backend.store
         pool = self.store.pool.nbytes
         self.gate = Gate(int(pool * share), credits_bytes)
-        self.disk: DiskTier | None = None
-        if namespace.disk:
+        if journal is not None:
+            self.store.note = functools.partial(self._note, MEMORY)
+        self.below: Below | None = None
+        if namespace.disk or namespace.remote:
+            backlog_bytes = int(pool * (1 - share) / 2)
             try:
-                self.disk = DiskTier(namespace.disk, self.store, backlog_bytes=int(pool * (1 - share) / 2))
+                self.below = Below(
+                    namespace.disk, namespace.remote, self.store, backlog_bytes=backlog_bytes, note=self._note
+                )
+            except ConfigError as error:
+                self.backend.close()
+                raise ConfigError(f"{namespace.shown}: {error.message}", cause=error) from error
             except BaseException:
                 self.backend.close()
                 raise
+        self.ahead = Ahead(self.store, self.below)
         self._lock = threading.Lock()
         self._counts = Counts()
         self._next_memory = self._next_disk = 0.0
+
+    def _note(self, tier: str, op: str, keys: Sequence[Key]) -> None:
+        if self._journal is not None:
+            self._journal.append(self.namespace.name, tier, op, keys)
 
     def count(self, **more: int) -> None:
         """Add to the counts."""
@@ -162,23 +191,29 @@ class Space:
             for name, value in more.items():
                 setattr(counts, name, getattr(counts, name) + value)
 
+    @property
+    def hits_in_memory(self) -> int:
+        """Records that were had from memory. Only grows."""
+        with self._lock:
+            return self._counts.hits - self._counts.from_below
+
     def delete(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
-        """As `Backend.delete`, of memory and disk together."""
+        """As `Backend.delete`, of memory and what lies below together."""
         return self._remove(keys, deadline, quarantine=False)
 
     def quarantine(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
-        """As `Backend.quarantine`, of memory and disk together, but not of records that were stored anew and that
-        nobody has read since."""
+        """As `Backend.quarantine`, of memory and what lies below together, but not of records that were stored anew and
+        that nobody has read since."""
         return self._remove(keys, deadline, quarantine=True)
 
     def _remove(self, keys: Sequence[Key], deadline: float, *, quarantine: bool) -> list[Outcome]:
         """Below first: what is still below can come up again. What cannot be removed there stays above as well."""
         operation = "quarantine" if quarantine else "delete"
         above: Callable[..., list[Outcome]] = getattr(self.backend, operation)
-        if self.disk is None:
+        if self.below is None:
             return above(keys, deadline=deadline)
-        below: Callable[..., list[Outcome]] = getattr(self.disk.backend, operation)
-        with self.disk.removing(keys, deadline) as late:
+        below: Callable[..., list[Outcome]] = getattr(self.below.backend, operation)
+        with self.below.removing(keys, deadline) as late:
             kept: set[Key] = set()
             if quarantine:
                 with self.store.lock:
@@ -186,7 +221,9 @@ class Space:
                 kept = {
                     key for key, record in zip(keys, records, strict=True) if record is not None and not record.read
                 }
-            writing = TransientError("the record is being written", backend=self.disk.backend.name, operation=operation)
+            writing = TransientError(
+                "the record is being written", backend=self.below.backend.name, operation=operation
+            )
             outcomes = [Outcome.failed(writing) if key in late else MISS for key in keys]
             todo = [index for index, key in enumerate(keys) if key not in late and key not in kept]
             done = below([keys[index] for index in todo], deadline=deadline)
@@ -203,17 +240,21 @@ class Space:
         return [index for index, outcome in zip(indices, done, strict=True) if outcome.error is None]
 
     def sweep(self) -> None:
-        """Remove what has become too old, if it is time to look: ten times per ttl, but at most every second; in memory
-        at least every minute, on disk at least every hour. Cheap otherwise."""
+        """Have noted what has left the memory. Remove what has become too old, if it is time to look: ten times per
+        ttl, but at most every second; in memory at least every minute, on disk at least every hour. Cheap otherwise."""
+        with self.store.lock:
+            self.store.tell_locked()
+        if self.below is not None:
+            self.below.look_again()
         ttl, now = self.namespace.ttl, time.monotonic()
         if ttl == math.inf:
             return
         if now >= self._next_memory:
             self._next_memory = now + min(60.0, max(1.0, ttl / 10))
             self.store.expire()
-        if self.disk is not None and now >= self._next_disk:
+        if self.below is not None and now >= self._next_disk:
             self._next_disk = now + min(3600.0, max(1.0, ttl / 10))
-            self.disk.sweep()
+            self.below.sweep()
 
     def stats(self) -> dict[str, Any]:
         """What it holds, and its counts; see `Counts` and `NodeServer.stats`."""
@@ -224,13 +265,16 @@ class Space:
             records=memory.records, nbytes=memory.nbytes, capacity=memory.capacity, in_use=memory.in_use,
             evicted=memory.evicted, expired=memory.expired, held=self.gate.used, waiting=self.gate.waiting,
         )  # fmt: skip
-        if self.disk is not None:
-            found.update({f"disk_{name}": value for name, value in self.disk.counts().items()})
+        found.update(self.ahead.counts())
+        if self.below is not None:
+            found.update({f"disk_{name}": value for name, value in self.below.counts().items()})
         return found
 
     def close(self, drain_s: float) -> None:
-        """Write what waits for the disk, for `drain_s` seconds at most, and give everything back."""
+        """Write what waits for what lies below, for `drain_s` seconds at most, and give everything back."""
+        end = time.monotonic() + drain_s
         self.gate.close()
-        if self.disk is not None:
-            self.disk.close(drain_s)
+        self.ahead.close()
+        if self.below is not None:
+            self.below.close(max(0.0, end - time.monotonic()))
         self.backend.close()

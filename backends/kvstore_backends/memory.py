@@ -325,9 +325,10 @@ class MemoryBackend(Backend):
         memory = self._memory
         with memory.lock:
             memory.check("stats")
-            nbytes = sum(record.found.nbytes for record in memory.records.values())
             pool = memory.pool.stats()
-            return MemoryStats(len(memory.records), nbytes, pool.total, pool.in_use, memory.evicted, memory.expired)
+            return MemoryStats(
+                len(memory.records), memory.nbytes, pool.total, pool.in_use, memory.evicted, memory.expired
+            )
 
     def close(self) -> None:
         memory = self._memory

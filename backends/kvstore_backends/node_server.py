@@ -1,4 +1,5 @@
-"""`NodeServer`: offers memory of this host, and a disk below it, to other processes and hosts. `kvstore serve` is one.
+"""`NodeServer`: offers memory of this host, a disk and something remote below it, to other processes and hosts.
+`kvstore serve` is one.
 
     with NodeServer("127.0.0.1:0", memory_bytes=16 << 30, disk="file:///nvme/kv?bytes=400GiB") as node:
         print(node.address)
@@ -23,6 +24,10 @@ middle leaves nothing.
   into memory then. What does not fit into the backlog, or cannot be written, is counted, and stays in memory only. A
   restart finds them again. What is deleted or quarantined goes below first, and nothing on its way up arrives after
   that. No read waits for a writer.
+* **Remote.** Any URL of kvstore, below the disk or without one; other nodes may share it. With a disk, that takes what
+  comes from memory at once, and brings it down in the background. What lies below has a little less time than the
+  client: what memory has of a batch gets there although the rest hangs.
+* **Ahead.** Engines may announce what their waiting requests will need; it is brought up before they ask.
 * **TTL.** Counted from the last use, or from the put. Records that are too old are gone for every reader at once; their
   memory and files are given back by a sweep.
 """
@@ -42,19 +47,24 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from kvstore.control.journal import Journal
 from kvstore.errors import ConfigError
+from kvstore.registry import parse_url
 from kvstore_transport import Limits, Server, TransportUnavailable
 from kvstore_transport.addresses import Address, parse_address
 from kvstore_transport.bodies import AUTO, TRANSPORTS
 
 from ._node_service import Service
 from ._node_space import Namespace, Space, share_memory
+from ._node_tiers import DISK
 
 __all__ = ["Namespace", "NodeServer"]
 
 logger = logging.getLogger("kvstore.node")
 
 _SWEEP_S = 1.0
+_JOIN_S = 2.0
+_CLOSE_S = 8.0  # for threads that are in a backend, and for closing those
 
 
 class NodeServer:
@@ -64,7 +74,7 @@ class NodeServer:
         listen: "host:port" for TCP; port 0 for any, host "" for all addresses. "": not on TCP.
         unix_path: of a Unix socket, for clients on this host, which then read records in place. "": none.
         memory_bytes: for the records of all namespaces, in bytes; mapped now, backed by pages when used.
-        policy, disk, ttl, ttl_from, token: of the default namespace; see `Namespace`.
+        policy, disk, remote, ttl, ttl_from, token: of the default namespace; see `Namespace`.
         namespaces: further ones, each with a name and a token.
         default_namespace: whether there is a default namespace.
         insecure: listen on any address although a namespace is open.
@@ -80,6 +90,8 @@ class NodeServer:
     Attributes:
         address: "host:port" it listens on, "" without TCP.
         unix_path: as given, absolute.
+        journal: what comes into memory and disks and what leaves them, for the control API.
+        spaces: the namespaces at work, by name.
 
     Raises:
         ConfigError: an argument makes no sense, or it cannot listen there.
@@ -93,6 +105,7 @@ class NodeServer:
         memory_bytes: int = 1 << 30,
         policy: str = "lru",
         disk: str = "",
+        remote: str = "",
         ttl: float = math.inf,
         ttl_from: str = "use",
         token: bytes = b"",
@@ -114,26 +127,34 @@ class NodeServer:
             raise ConfigError("a node needs an address to listen on, or the path of a Unix socket")
         if not 0 < share < 1 or client_bytes < 1:
             raise ConfigError(f"share={share:g} must lie between 0 and 1, and client_bytes={client_bytes} above 0")
-        default = Namespace("", token, 0, policy, disk, ttl, ttl_from)
+        default = Namespace("", token, 0, policy, disk, ttl, ttl_from, remote)
         spaces = [*([default] if default_namespace else []), *namespaces]
         _check_names(spaces)
         if place is not None and not insecure:
             _check_open(place, spaces)
         offered = _transports(transports, local=bool(path))
         tls = _tls(tls_cert, tls_key, tls_client_ca)
+        _check_remote(place, spaces)
         self._closed = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._spaces: dict[str, Space] = {}
+        self._sweepers: list[Callable[[], None]] = []
+        self.journal = Journal()
+        self.draining = False
+        self.spaces: dict[str, Space] = {}
         with contextlib.ExitStack() as undo:
             for namespace, nbytes in zip(spaces, share_memory(spaces, memory_bytes), strict=True):
                 space = Space(
-                    namespace, nbytes, shared=bool(path), share=share, credits_bytes=client_bytes, clock=clock
+                    namespace, nbytes, shared=bool(path), share=share, credits_bytes=client_bytes, clock=clock,
+                    journal=self.journal,
                 )  # fmt: skip
                 undo.callback(space.close, 0.0)
-                self._spaces[namespace.name] = space
-            _check_folders(self._spaces.values())
-            self._service = Service(self._spaces, max_body=limits.max_body, stall_s=limits.stall_s)
+                self.spaces[namespace.name] = space
+            _check_folders(self.spaces.values())
+            for space in self.spaces.values():
+                if space.below is not None:
+                    space.below.claim()
+            self._service = Service(self.spaces, max_body=limits.max_body, stall_s=limits.stall_s)
             try:
                 self._server = Server(
                     self._service,
@@ -148,7 +169,7 @@ class NodeServer:
             except (TransportUnavailable, OSError) as error:
                 raise ConfigError(f"the node cannot listen: {error}", cause=error) from error
             undo.callback(self._server.close)
-            for space in self._spaces.values():
+            for space in self.spaces.values():
                 for slab in space.store.pool.slabs:
                     self._server.register(slab.view, slab.fd)
             self._sweeper = threading.Thread(target=self._sweep, name="kvstore-node-sweep", daemon=True)
@@ -159,46 +180,56 @@ class NodeServer:
         self.secure = tls is not None
 
     def _identify(self, namespace: str) -> bytes | None:
-        space = self._spaces.get(namespace)
+        space = self.spaces.get(namespace)
         return None if space is None else space.namespace.token
 
     def _sweep(self) -> None:
         while not self._stop.wait(_SWEEP_S):
-            try:
-                self._service.sweep()
-            except Exception:
-                logger.exception("the sweep failed; it goes on")
+            for sweep in (self._service.sweep, *self._sweepers):
+                try:
+                    sweep()
+                except Exception:
+                    logger.exception("the sweep failed; it goes on")
+
+    def on_sweep(self, sweep: Callable[[], None]) -> None:
+        """Have `sweep` called about once a second, in a thread of the node's."""
+        self._sweepers.append(sweep)
 
     @property
     def namespaces(self) -> Sequence[str]:
         """Names of the namespaces; "" is the default one."""
-        return [*self._spaces]
+        return [*self.spaces]
 
     def stats(self) -> dict[str, Any]:
         """Counts for metrics: those of `kvstore_transport.server.ServerStats`; `sessions` (connections that asked for
         something) and `listings` (half read); and of each namespace under `namespaces`, by name.
 
         Of a namespace: those of `Counts` (kvstore_backends._node_space); `records`, `nbytes`, `capacity` and `in_use`
-        now; `evicted`, `expired`; `held` and `waiting` (bytes that clients hold, requests that wait for leave); with a
-        disk those of `BacklogCounts` (kvstore_backends._node_backlog) as `disk_written`, `disk_dropped`, `disk_failed`,
-        `disk_errors`, `disk_backlog` (bytes), and `disk_loaded`, `disk_expired`.
+        now; `evicted`, `expired`; `held` and `waiting` (bytes that clients hold, requests that wait for leave);
+        `announced` (announcements), `waiting_jobs` (of which they tell) and `prefetched` (records brought up by them);
+        with something below, disk or remote, those of `BacklogCounts` (kvstore_backends._node_backlog) as
+        `disk_written`, `disk_dropped`, `disk_failed`, `disk_errors`, `disk_backlog` (bytes), and `disk_loaded`,
+        `disk_expired`.
 
         Raises:
             ClosedError: the node is closed.
         """
         transport = self._server.stats()._asdict()
-        spaces = {name: space.stats() for name, space in self._spaces.items()}
+        spaces = {name: space.stats() for name, space in self.spaces.items()}
         return {**transport, **self._service.stats(), "namespaces": spaces}
 
     def settle(self, timeout: float) -> bool:
-        """Wait until nothing waits to be written to a disk; False if something does after `timeout` seconds."""
+        """Wait until nothing waits to be written to a disk or to what is remote; False if something does after
+        `timeout` seconds."""
         end = time.monotonic() + timeout
-        disks = [space.disk for space in self._spaces.values() if space.disk is not None]
+        disks = [space.below for space in self.spaces.values() if space.below is not None]
         return all(disk.settle(max(0.0, end - time.monotonic())) for disk in disks)
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Accept nobody any more, let requests under way end, write what waits for a disk, give everything back. Each
-        of the two may take `drain_s` seconds; what is not done then is cut off. May be called twice."""
+        """Accept nobody any more, let requests under way end, write what waits for disks and what is remote, give
+        everything back. Each of the two may take `drain_s` seconds; what is not done then is cut off. May be called
+        twice."""
+        self.draining = True
         with self._lock:
             if self._closed:
                 return
@@ -206,10 +237,18 @@ class NodeServer:
         self._service.stop()
         self._server.close(drain_s)
         self._stop.set()
-        self._sweeper.join()
+        self._sweeper.join(_JOIN_S)  # it may be in a folder that hangs
         self._service.close()
-        for space in self._spaces.values():
-            space.close(drain_s)
+        # Side by side: one whose remote place hangs takes no time from the others.
+        closing = [
+            threading.Thread(target=space.close, args=(drain_s,), name="kvstore-node-close", daemon=True)
+            for space in self.spaces.values()
+        ]
+        for thread in closing:
+            thread.start()
+        end = time.monotonic() + drain_s + _CLOSE_S
+        for thread in closing:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
@@ -271,14 +310,25 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_folders(spaces: Iterable[Space]) -> None:
+    """Keys say nothing of a node's namespaces, so two of them in one place would see each other's records."""
     seen: dict[object, str] = {}
     for space in spaces:
-        if space.disk is None:
-            continue
-        identity = space.disk.backend.identity
-        if identity in seen:
-            raise ConfigError(f"{space.namespace.shown} has the folder of {seen[identity]}; each needs its own")
-        seen[identity] = space.namespace.shown
+        for place in space.below.lower.places if space.below is not None else ():
+            identity = place.backend.identity
+            if identity is None:
+                continue
+            if identity in seen:
+                what = "folder" if place.name == DISK else "remote place"
+                raise ConfigError(f"{space.namespace.shown} has the {what} of {seen[identity]}; each needs its own")
+            seen[identity] = space.namespace.shown
+
+
+def _check_remote(place: Address | None, spaces: Iterable[Namespace]) -> None:
+    """A node below itself would ask itself for ever."""
+    for space in spaces:
+        url = parse_url(space.remote) if space.remote else None
+        if url is not None and place is not None and place.port and str(place) in url.authority.split(","):
+            raise ConfigError(f"{space.shown}: 'remote' is this node itself, {place}; name what lies below it")
 
 
 def _transports(names: str | Sequence[str], *, local: bool) -> tuple[str, ...]:

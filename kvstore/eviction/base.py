@@ -117,6 +117,10 @@ class EvictionPolicy(ABC):
         """The last pin of `key` has gone."""
         return
 
+    def links(self) -> list[tuple[Key, Key]]:
+        """(record, its parent) of the resident records that name one. A policy that knows no parents has none."""
+        return []
+
     @abstractmethod
     def size_of(self, key: Key) -> int:
         """Bytes of a record, 0 if it is unknown."""

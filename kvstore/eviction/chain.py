@@ -180,6 +180,9 @@ class ChainPolicy(EvictionPolicy):
                 if self._is(key, number):
                     self._make_ready(records[key])
 
+    def links(self) -> list[tuple[Key, Key]]:
+        return [(key, record.parent) for key, record in self._records.items() if record.parent is not None]
+
     # Queues.
 
     def _append(self, record: Record, queue: Queue) -> None:

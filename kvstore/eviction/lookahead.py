@@ -152,6 +152,9 @@ class LookAheadPolicy(EvictionPolicy):
         # Counted here, so that nobody takes the window's own pins away: the caller's last pin is one of the inner ones.
         self._inner.unpin((key,))
 
+    def links(self) -> list[tuple[Key, Key]]:
+        return self._inner.links()
+
     def size_of(self, key: Key) -> int:
         return self._inner.size_of(key)
 

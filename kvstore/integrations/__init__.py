@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("lmcache", "transformers", "vllm")
+_MODULES = ("lmcache", "sglang", "transformers", "vllm")
 
 
 def __getattr__(name: str) -> Any:

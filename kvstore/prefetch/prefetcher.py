@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ClosedError, ConfigError
 
 from .arbiter import Arbiter
 from .plan import FIRST_GROUP_BYTES, LayerPlan
@@ -78,13 +79,12 @@ class Prefetcher:
 
         The beginnings of their KV are brought into host memory, as far as `lookahead_bytes` go and nobody else needs
         the memory: of each the read buffer S_buf if its plan and the measured speed give one, else as much as there is
-        room for. A store with tiers is told, too, so that records come up from its slower tiers and stay. Returns at
-        once. Trouble with speculation is no miss: `start` looks again.
+        room for. The store is told, too, so that records come up from slower tiers, also those of nodes, and stay.
+        Returns at once. Trouble with speculation is no miss: `start` looks again.
         """
         order = sorted(queue, key=lambda plan: math.inf if plan.deadline is None else plan.deadline)
-        tiers = getattr(self.store, "tiers", None)
-        if tiers is not None:
-            tiers.announce([[chunk.key for prefix in plan.prefixes for chunk in prefix] for plan in order])
+        with contextlib.suppress(ClosedError):  # `start` will say so
+            self.store.announce([[chunk.key for prefix in plan.prefixes for chunk in prefix] for plan in order])
         self._arbiter.announce(order)
 
     @property

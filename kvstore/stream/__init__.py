@@ -5,13 +5,15 @@
         for group in stream:
             ...                                                          # copy group.views into the cache
 
-`planner` decides (pure functions over `terms`), `estimates` measures, `course` follows one request, `streamer` and
-`stream` do it over a store, `admission` says what is not worth storing. docs/streaming.md tells more.
+`planner` decides (pure functions over `terms`; `blending` has its rule for chunks out of place), `estimates` measures,
+`course` follows one request, `streamer` and `stream` do it over a store, `admission` says what is not worth storing.
+docs/streaming.md and docs/blending.md tell more.
 """
 
 from __future__ import annotations
 
 from .admission import Admission, Verdict, break_even_bytes_per_s, break_even_tokens, load_is_faster
+from .blending import TierOffer, blend_ratio, cheapest_tier
 from .course import Report
 from .estimates import LinkShare, PrefillModel, PrefillSample
 from .planner import plan
@@ -36,9 +38,12 @@ __all__ = [
     "Stream",
     "Streamer",
     "TextPart",
+    "TierOffer",
     "Verdict",
+    "blend_ratio",
     "break_even_bytes_per_s",
     "break_even_tokens",
+    "cheapest_tier",
     "load_is_faster",
     "plan",
 ]

@@ -11,7 +11,7 @@ that are computed are the first ones (the front), the link loads the others begi
 computing the front is the cheapest (attention grows with the position) and never waits, so no other choice of as many
 groups is ready sooner. A partly computed prefix changes nothing for the groups behind it.
 
-The rule (CacheGen, SIGCOMM'24, section 5.3, with three things added): quality first within the SLO, lossless before
+The rule (CacheGen, SIGCOMM'24, section 5.3, with some things added): quality first within the SLO, lossless before
 finer before coarser; if nothing fits, the fastest, and the caller counts a violation.
 
 * Text. As many groups from the front as can be computed within the SLO are computed; if that is all of them, no byte is
@@ -19,6 +19,11 @@ finer before coarser; if nothing fits, the fastest, and the caller counts a viol
   level and is chosen only where it is faster.
 * Levels, mixed. The best level at which all remaining groups still fit; what is left of the SLO refines as many groups
   as possible by one more. With embedded levels that is the plan whose coarsest group is best (`Plan.quality`).
+* Blending. A group that was stored for another place in a prompt is loaded and repaired: a share of its tokens is
+  computed again (`Group.repair`). Then everything is computed layer by layer beside the loading, so nothing waits for a
+  hole, and the plan costs the longer of the link and all computing. Loaded at a level, computed from text, or loaded
+  and repaired is decided in one by that. What the computation has left until the link is done repairs more
+  (`Plan.repair`); `pointers=False` is CacheBlend's rule: all is blended, or, where loading is slower, all is computed.
 * Order. No group is refined before all groups are there at a level that would fit even if the link kept only `commit`
   of its speed. So a link that breaks down in the middle costs quality, not the SLO.
 """
@@ -31,6 +36,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.errors import ConfigError
 
+from .blending import blend_ratio
 from .terms import ABSENT, COMPUTED, Group, Plan, Policy, Speeds, Standing, Step
 
 __all__ = ["plan"]
@@ -44,6 +50,7 @@ def plan(
     remaining_s: float = math.inf,
     new_tokens: int = 0,
     policy: Policy | None = None,
+    layered: bool = False,
 ) -> Plan:
     """Decide. About groups · log(groups) · levels operations, without state: called again whenever something has ended
     or is overdue.
@@ -53,9 +60,12 @@ def plan(
         standing: of each group.
         remaining_s: what is left of the SLO; may be negative; inf: no SLO, then as fast as possible at `max_level`.
         new_tokens: tokens behind the last group that have to be computed in any case.
+        layered: everything is computed layer by layer beside the loading, in one call, so nothing waits for a hole. So
+            it is wherever something is to be repaired.
 
     Raises:
-        ConfigError: not one standing per group, groups that do not follow each other, or a number that is none.
+        ConfigError: not one standing per group, groups that do not follow each other, a number that is none, or a
+            group to repair where nothing can be computed.
     """
     if len(groups) != len(standing):
         raise ConfigError(f"{len(groups)} groups, but {len(standing)} standings")
@@ -63,7 +73,9 @@ def plan(
         raise ConfigError("the groups of a plan must follow each other without holes")
     if math.isnan(remaining_s) or (speeds.bytes_per_s is not None and not speeds.bytes_per_s >= 0):
         raise ConfigError(f"remaining_s={remaining_s} or bytes_per_s={speeds.bytes_per_s} is not a sensible number")
-    return _Planner(groups, standing, speeds, remaining_s, new_tokens, policy or Policy()).plan()
+    if speeds.prefill is None and any(g.repair is not None and not s.there for g, s in zip(groups, standing, strict=True)):
+        raise ConfigError("a group to repair needs a prefill model")
+    return _Planner(groups, standing, speeds, remaining_s, new_tokens, policy or Policy(), layered).plan()
 
 
 class _Planner:
@@ -77,6 +89,7 @@ class _Planner:
         remaining_s: float,
         new_tokens: int,
         policy: Policy,
+        layered: bool,
     ) -> None:
         self._groups = groups
         self._standing = standing
@@ -99,15 +112,24 @@ class _Planner:
         self._forced = [i for i in self._pending if not standing[i].loadable]
         self._hole = self._forced[-1] if self._forced else -1
         slo = remaining_s < math.inf
-        exact = all(groups[i].lossless for i in range(reach))
+        exact = all(groups[i].lossless and groups[i].repair is None for i in range(reach))
         self._text_first = policy.text == "quality" and slo and not exact and policy.max_level is None
         self._top = max((policy.ceiling(groups[i]) for i in range(reach)), default=0)
+        self._layered = layered or any(groups[i].repair is not None for i in self._pending)
+        once = prefill.fixed_s if prefill is not None and self._layered else 0.0
         # What computing the first m pending groups takes, for each m.
         started = 0.0 if self._busy is None else standing[self._busy].computing_s or 0.0
         self._compute_s = [max(0.0, started)]
         for index in self._pending:
-            cost = math.inf if prefill is None else prefill.seconds(groups[index].begin, groups[index].tokens)
+            cost = math.inf if prefill is None else prefill.seconds(groups[index].begin, groups[index].tokens) - once
             self._compute_s.append(self._compute_s[-1] + cost)
+        # Layer by layer: what computing the others takes besides the first m, for each m, and what the call takes.
+        self._besides_s = [0.0] * len(self._compute_s)
+        if self._layered and prefill is not None:
+            for m in reversed(range(len(self._pending))):
+                share = (groups[self._pending[m]].repair or 0.0) if standing[self._pending[m]].loadable else 1.0
+                self._besides_s[m] = self._besides_s[m + 1] + share * (self._compute_s[m + 1] - self._compute_s[m])
+            self._besides_s = [each + once for each in self._besides_s]
 
     # The choice of m.
 
@@ -139,7 +161,11 @@ class _Planner:
         """The most groups whose computation fits into the SLO: the fewer are loaded, the finer they can be, and the
         sooner they are there. So if not even these fit at the coarsest level, nothing does."""
         choices = self._choices()
-        return max((m for m in choices if self._compute_s[m] <= self._room_s), default=0)
+        return max((m for m in choices if self._computing_s(m) <= self._room_s), default=0)
+
+    def _computing_s(self, m: int) -> float:
+        """What is computed if the first m pending groups are, repairs included, but for what lies behind holes."""
+        return self._compute_s[m] + self._besides_s[m]
 
     def _fastest(self, levels_of: Callable[[int], dict[int, int]]) -> tuple[int, float]:
         """The m that is ready soonest with such levels, the smallest of equals; and when.
@@ -148,11 +174,11 @@ class _Planner:
         values around that are looked at (all of them if holes make some computations wait for loads).
         """
         choices = self._choices()
-        if not self._forced and len(choices) > 4:
+        if (self._layered or not self._forced) and len(choices) > 4:
             low, high = 0, len(choices) - 1  # the first m whose computation takes as long as loading the rest
             while low < high:
                 middle = (low + high) // 2
-                if self._compute_s[middle] >= self._finish(middle, levels_of(middle)):
+                if self._computing_s(middle) >= self._finish(middle, levels_of(middle)):
                     high = middle
                 else:
                     low = middle + 1
@@ -207,8 +233,14 @@ class _Planner:
 
     def _finish(self, m: int, levels: dict[int, int]) -> float:
         """Seconds until all is there: the link, the decoder, and the computation that waits for both."""
-        speeds, groups, standing = self._speeds, self._groups, self._standing
         computed = self._computed(m)
+        decoded, at = self._loaded(computed, levels)
+        done = self._computing_s(m) if self._layered or m == len(computed) else self._holes(m, computed, at)
+        return max(done, decoded, self._compute_s[0])
+
+    def _loaded(self, computed: Sequence[int], levels: dict[int, int]) -> tuple[float, dict[int, float]]:
+        """Seconds until the link and the decoder have done all, and when each group is there."""
+        speeds, groups, standing = self._speeds, self._groups, self._standing
         dropped = set(computed)
         link = decoded = 0.0
         at: dict[int, float] = {}
@@ -224,8 +256,21 @@ class _Planner:
             link += speeds.load_s(groups[index].bytes_between(have, levels[index]))
             decoded = max(decoded, link) + speeds.decode_s(groups[index], have, levels[index])
             at[index] = max(at.get(index, 0.0), decoded)
-        done = self._compute_s[m] if m == len(computed) else self._holes(m, computed, at)
-        return max(done, decoded, self._compute_s[0])
+        return decoded, at
+
+    def _repair(self, m: int, levels: dict[int, int]) -> float:
+        """See `Plan.repair`."""
+        again = {i: self._groups[i].repair for i in self._pending[m:] if self._standing[i].loadable}
+        spread = {i: share for i, share in again.items() if share is not None}
+        costs = {i: self._compute_s[n + 1] - self._compute_s[n] for n, i in enumerate(self._pending)}
+        whole = sum(costs[i] for i in spread)
+        if not whole:
+            return max(spread.values(), default=0.0)
+        least = sum(share * costs[i] for i, share in spread.items())
+        if self._unknown:
+            return least / whole
+        decoded, _ = self._loaded(self._computed(m), levels)
+        return blend_ratio(max(0.0, decoded - (self._computing_s(m) - least)), whole, min(1.0, least / whole))
 
     def _coming(self, index: int) -> int:
         """The level that a group has, or will have with what is on its way."""
@@ -343,4 +388,5 @@ class _Planner:
             meets and took < math.inf,
             abandon,
             finest,
+            self._repair(m, levels) if self._layered else 0.0,
         )

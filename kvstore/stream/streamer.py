@@ -25,6 +25,7 @@ from kvstore.errors import ConfigError
 from kvstore.metrics import Metric
 from kvstore.prefetch.plan import Chunk
 from kvstore.targets import flat_bytes
+from kvstore.telemetry.requests import RequestReport, report_request
 
 from .course import Course, Report
 from .estimates import LinkShare, PrefillModel
@@ -227,6 +228,16 @@ class Streamer:
                     for level, count in levels.items()
                 ),
             )
+        )
+        report_request(  # of the prefix; whoever iterates may have said in a `request_scope` whose it is
+            RequestReport(
+                input_tokens=report.loaded_tokens + report.computed_tokens,
+                tokens_saved=report.loaded_tokens,
+                ttft_s=report.ttft_s if math.isfinite(report.ttft_s) else None,
+                encoded_size_bytes=report.loaded_bytes,
+            ),
+            metrics=self._metrics,
+            tracer=self.store.tracer,
         )
 
     def count(self, name: str) -> None:

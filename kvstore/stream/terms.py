@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvstore.errors import ConfigError
@@ -29,20 +29,25 @@ class Group:
         tokens: how many.
         sizes: bytes that bring level 0, levels 0..1, 0..2 and so on; rising.
         lossless: whether the finest level is exact.
+        repair: least share of its tokens that has to be computed again once it was loaded, since it was stored for
+            another place (`kvstore.blend`); None: it was stored for this place. Counts until the group is there.
 
     Raises:
-        ConfigError: no tokens, no levels, or sizes that fall.
+        ConfigError: no tokens, no levels, sizes that fall, or a share that is none.
     """
 
     begin: int
     tokens: int
     sizes: tuple[int, ...]
     lossless: bool = False
+    repair: float | None = None
 
     def __post_init__(self) -> None:
         rising = all(low <= high for low, high in itertools.pairwise(self.sizes))
         if self.begin < 0 or self.tokens < 1 or not self.sizes or self.sizes[0] < 0 or not rising:
             raise ConfigError(f"a group of {self.tokens} tokens from {self.begin} with sizes {self.sizes} is none")
+        if self.repair is not None and not 0 <= self.repair <= 1:
+            raise ConfigError(f"repair={self.repair} of a group must lie between 0 and 1")
 
     @property
     def finest(self) -> int:
@@ -158,6 +163,12 @@ class Policy:
         """The finest one."""
         return group.finest if self.max_level is None else min(self.max_level, group.finest)
 
+    def capped(self, most: int | None) -> Policy:
+        """The same with `most` (the option `codec_level`) as `max_level`, if it has none."""
+        if self.max_level is not None or most is None:
+            return self
+        return replace(self, max_level=max(most, self.min_level))
+
 
 class Step(NamedTuple):
     """One transfer: bring a group to a level."""
@@ -178,6 +189,8 @@ class Plan:
             link counts as none.
         meets: that is within the SLO.
         abandon: groups whose transfer is under way, but which are better computed when their turn comes.
+        repair: share of the tokens of all loaded groups with a `Group.repair` that can be computed again without being
+            ready later (`blending.blend_ratio`), at least their own; 0: there are none.
     """
 
     load: tuple[Step, ...] = ()
@@ -187,6 +200,7 @@ class Plan:
     meets: bool = True
     abandon: tuple[int, ...] = ()
     finest: int = field(default=0, repr=False)
+    repair: float = 0.0
 
     @property
     def quality(self) -> tuple[int, ...]:

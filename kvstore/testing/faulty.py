@@ -379,6 +379,9 @@ class FaultyBackend(Backend):
             f"the connection broke after {count} pages (scripted)", backend=self.name, operation="list"
         )
 
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        self.inner.announce(waiting)
+
     def register(self, slab: Slab) -> None:
         self._plain("register", lambda: self.inner.register(slab))
 

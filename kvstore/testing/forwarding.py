@@ -82,6 +82,9 @@ class _Probe(Backend):
         self.asked.append(("lease", list(keys), deadline))
         return [self.leased.retain() for _ in keys]
 
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        self.asked.append(("announce", waiting, math.inf))
+
     def register(self, slab: Slab) -> None:
         self.asked.append(("register", slab, math.inf))
 

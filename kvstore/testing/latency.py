@@ -190,6 +190,9 @@ class LatencyBackend(Backend):
 
         return paced()
 
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        self.inner.announce(waiting)
+
     def register(self, slab: Slab) -> None:
         self.inner.register(slab)
 

@@ -182,9 +182,15 @@ class TieredBackend(Backend):
 
         Records within the prefetch window (C_mem / S_kv, with S_kv the mean size of a record) are brought up in this
         order; none within the eviction window (the capacities of all tiers together, over S_kv) leaves the store.
+        Tiers that have tiers of their own (nodes) are told as well.
         """
         self._check("announce")
         self._background.announce(waiting)
+        for tier in self.tiers:  # nodes have tiers of their own
+            try:
+                tier.backend.announce(waiting)
+            except KVStoreError as error:
+                logger.debug("tier %s could not be told what waits: %s", tier.name, error)
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keep these records, usually the head of a chain of chunks, in every tier that has them or gets them, until
@@ -213,6 +219,22 @@ class TieredBackend(Backend):
             for tier in self.tiers:
                 if tier.policy is not None:
                     tier.policy.unpin(keys)
+
+    # By hand.
+
+    def put_in(self, place: int, writes: Sequence[Write], *, deadline: float) -> list[Outcome]:
+        """Store records in one tier alone, whatever the others have.
+
+        Args:
+            place: of the tier; 0 is the fastest.
+        """
+        late = self._late("put", len(writes), deadline)
+        return self._writer.put_in(place, writes, deadline) if late is None else late
+
+    def delete_in(self, place: int, keys: Sequence[Key], *, deadline: float) -> list[Outcome]:
+        """Delete records in one tier alone; those that are pinned stay, and are MISS."""
+        late = self._late("delete", len(keys), deadline)
+        return self._remover.delete_in(place, keys, deadline) if late is None else late
 
     # What there is.
 

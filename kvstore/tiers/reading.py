@@ -8,6 +8,7 @@ from kvstore.backend import MISS, Capability, KeyInfo, Outcome, Read, Status, wi
 from kvstore.buffers import Buffer
 from kvstore.errors import KVStoreError
 from kvstore.keys import Key
+from kvstore.telemetry.served import SERVED
 
 from .hierarchy import Hierarchy
 
@@ -113,6 +114,7 @@ class TierReader:
     ) -> None:  # fmt: skip
         h = self._h
         tier = h.tiers[place]
+        SERVED.places.update(dict.fromkeys(keys, place))
         with h.lock:
             counts = tier.counts
             counts["hits"] += len(answers)

@@ -26,6 +26,18 @@ class TierRemover:
         """OK if any tier had it, MISS if none; ERROR if one could not be asked: it may still have it."""
         return self._in_turn(keys, deadline, "delete", self._delete)
 
+    def delete_in(self, place: int, keys: Sequence[Key], deadline: float) -> list[Outcome]:
+        """From one tier alone, without those that are pinned."""
+        h = self._h
+
+        def delete(taken: Sequence[Key], until: float) -> dict[Key, Outcome]:
+            with h.lock:
+                some = [key for key in taken if key not in h.pins]
+            outcomes, _ = h.remove(place, some, until)
+            return {**dict.fromkeys(taken, MISS), **dict(zip(some, outcomes, strict=True))}
+
+        return self._in_turn(keys, deadline, "delete", delete)
+
     def quarantine(self, keys: Sequence[Key], deadline: float) -> list[Outcome]:
         """Puts aside the copy that was read last, and those of other tiers unless they prove to be sound. A record that
         was not read since it was put is left alone."""

@@ -34,6 +34,7 @@ _BUSY_S = 0.02  # somebody else is at work on it
 _EXPIRY_S = 5.0
 _LIST_SECONDS = 600.0
 _ADMIT_SLICE = 2000
+_ASK = 256  # records about which a slower tier is asked at a time
 _RETRY_ABSENT_S = 5.0  # a record of the queue that was nowhere is looked for again after that
 DROP_WAIT_S = 1.0  # for what is leaving the store just now
 _ANNOUNCE_SLICE = 2000
@@ -124,6 +125,10 @@ class Background:
         }
         self._listers = {p: Worker(f"{names[p]}-list", lambda p=p: self._list(p)) for p in h.bounded}  # type: ignore[misc]
         self._promoters = [Worker(f"kvstore-tiers-up{n}", self._promote) for n in range(_PROMOTERS)]
+        self._found: dict[int, deque[Key]] = {
+            p: deque() for p in h.bounded if h.tiers[p].write == "back" and p < h.last
+        }
+        self._checkers = {p: Worker(f"{names[p]}-check", lambda p=p: self._check(p)) for p in self._found}  # type: ignore[misc]
         h.wake_relief, h.wake_settling = self.relief, self.settling
 
     def start(self) -> None:
@@ -139,7 +144,8 @@ class Background:
 
     @property
     def _workers(self) -> list[Worker]:
-        return [*self.relief.values(), *self.settling.values(), *self._listers.values(), *self._promoters]
+        each = (self.relief, self.settling, self._listers, self._checkers)
+        return [*(worker for workers in each for worker in workers.values()), *self._promoters]
 
     def stop(self) -> None:
         for worker in self._workers:
@@ -180,8 +186,42 @@ class Background:
         with h.changed:
             tier.listing = False
             tier.gone.clear()
+            if place in self._found:  # in one breath: who waits for quiet must not look in between
+                self._found[place].extend(info.key for info in found)
             h.changed.notify_all()
         self.relief[place].wake()
+        if place in self._found:
+            self._checkers[place].wake()
+        return None
+
+    def _check(self, place: int) -> float | None:
+        """What a tier that brings records down had when its process ended may have been owed: ask the slower ones, and
+        owe what none of them has."""
+        h = self._h
+        tier, found = h.tiers[place], self._found[place]
+        while not h.closed:
+            with h.lock:
+                some = [key for key in islice(found, _ASK) if tier.policy is not None and key in tier.policy]
+                taken = min(len(found), _ASK)
+            if not taken:
+                break
+            absent = some
+            for lower in range(place + 1, h.last + 1):
+                answers = h.ask(lower, "stat", absent, time.monotonic() + MOVE_SECONDS)
+                if any(answer.error is not None for answer in answers):
+                    return self._backoff(place + 2000)
+                absent = [key for key, answer in zip(absent, answers, strict=True) if not answer.ok]
+            with h.lock:
+                for _ in range(taken):
+                    found.popleft()
+                if h.tiers[h.last].policy is None:
+                    h.loose.difference_update({*some}.difference(absent))
+                for key in absent:
+                    if tier.policy is not None and key in tier.policy:
+                        tier.owe(key, tier.policy.size_of(key))
+            if absent:
+                self.settling[place].wake()
+        self._retry.pop(place + 2000, None)
         return None
 
     # Room, and age.
@@ -453,6 +493,7 @@ class Background:
             busy = [self.settling[p] for p, tier in enumerate(h.tiers) if tier.owed or tier.unsure]
             busy += [self.relief[p] for p in h.bounded if h.tiers[p].excess() > 0]
             busy += [self._listers[p] for p in h.bounded if h.tiers[p].listing]
+            busy += [self._checkers[p] for p, found in self._found.items() if found]
         if self._can_cut():
             busy += self._promoters
         for worker in busy:
@@ -464,7 +505,7 @@ class Background:
         if self._can_cut() and self._uncut:
             return False
         with h.lock:
-            busy = bool(h.claimed or self._waiting or self._prefetch)
+            busy = bool(h.claimed or self._waiting or self._prefetch or any(self._found.values()))
             return not busy and not any(
                 tier.owed or tier.unsure or tier.listing or tier.excess() > 0 for tier in h.tiers
             )

@@ -53,6 +53,26 @@ class TierWriter:
             left = [index for index in left if outcomes[index] is None]
         return [outcome if outcome is not None else h.late("put") for outcome in outcomes]
 
+    def put_in(self, place: int, writes: Sequence[Write], deadline: float) -> list[Outcome]:
+        """Store records in one tier alone."""
+        h = self._h
+        outcomes = [h.late("put")] * len(writes)
+        first: dict[Key, int] = {}
+        for index, write in enumerate(writes):
+            if first.setdefault(write.key, index) != index:
+                outcomes[index] = EXISTS
+        while first and (taken := h.take(first, deadline)):
+            try:
+                answers = h.store(place, [writes[first[key]] for key in taken], deadline)
+                with h.lock:
+                    for key, answer in zip(taken, answers, strict=True):
+                        outcomes[first.pop(key)] = answer
+                        if answer.status is Status.OK and h.tiers[place].policy is not None:
+                            h.loose.add(key)  # whether a slower tier has it is not known
+            finally:
+                h.give(taken)
+        return outcomes
+
     def _put(
         self, writes: Sequence[Write], mine: Sequence[int], outcomes: list[Outcome | None], deadline: float
     ) -> None:  # fmt: skip

@@ -179,6 +179,9 @@ class Wrapper(Backend):
             logger.warning("backend %s: lease failed: %s", self.name, type(error).__name__)
         return [None] * len(keys)
 
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        self._inner.announce(waiting)
+
     def register(self, slab: Slab) -> None:
         self._check_open("register")
         self._register_with(self._inner, slab)

@@ -213,9 +213,29 @@ def engine(given: dict[str, Any]) -> Any:
     return {"hit": hit, "retrieved": retrieved, "after": after}
 
 
+def opened(given: dict[str, Any]) -> Any:
+    """What our adapter makes of each of the URLs `urls`: the places of its store, or why it refuses."""
+    from lmcache.v1.storage_backend.connector import ConnectorContext
+
+    from kvstore.integrations.lmcache import KVStoreAdapter
+
+    config, metadata = settings({"url": given["urls"][0]})
+    adapter, found = KVStoreAdapter(), []
+    for url in given["urls"]:
+        assert adapter.can_parse(url), url
+        context = ConnectorContext(url, asyncio.new_event_loop(), None, config, metadata)
+        try:
+            connector = adapter.create_connector(context)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append(" ".join(place.base for place in connector._client.store.config.remote_url))
+            connector._client.close()
+    return found
+
+
 if __name__ == "__main__":
-    result = {"put": put_some, "get": get_some, "cancel": cancel, "engine": engine}[sys.argv[1]](
-        json.loads(sys.argv[2])
-    )
+    actions = {"put": put_some, "get": get_some, "cancel": cancel, "engine": engine, "opened": opened}
+    result = actions[sys.argv[1]](json.loads(sys.argv[2]))
     print(json.dumps(result), flush=True)
     os._exit(0)  # LMCache's monitors do not end by themselves

@@ -252,6 +252,24 @@ def child(python: Path, what: str, **given: Any) -> Any:
     return run_child(python, _CHILD, what, json.dumps(given))
 
 
+def test_every_scheme_of_ours_is_what_it_is_in_kvstore(python: Path, tmp_path: Path) -> None:
+    """`kvstore+` says that a URL is for our plug-in; `kvstore+ucx` is a scheme of ours as it stands."""
+    a, b = f"{tmp_path}/a", f"{tmp_path}/b"
+    urls = [
+        f"kvstore+file://{a}",
+        f"kvstore+file://{a},kvstore+file://{b}",
+        f"kvstore+fs://host:0{a}",
+        "kvstore+memory://",
+    ]
+    urls += ["kvstore+ucx://127.0.0.1:7070", "kvstore+nothing://x"]
+    *places, ucx, nothing = child(python, "opened", urls=urls)
+    assert places == [f"file://{a}", f"file://{a} file://{b}", f"file://{a}", "memory://"]
+    # UCX is not installed there, and whoever asks for it is told so.
+    assert ucx == "kvstore+ucx://127.0.0.1:7070" or "kvstore[ucx]" in ucx
+    assert nothing.startswith("IrrecoverableException: kvstore: ")
+    assert "nothing" in nothing
+
+
 def test_chunks_come_back_in_another_process(python: Path, tmp_path: Path) -> None:
     stored = child(python, "put", url=f"kvstore+file://{tmp_path}/kv", numbers=[0, 1, 3])
     assert (stored["failed"], stored["leaked"]) == (0, 0)

@@ -81,37 +81,46 @@ def test_text_is_the_same_from_the_store_and_in_a_new_process(python: Path, tmp_
 
 
 class Server:
-    """vLLM's API server over a store, in processes of its own."""
+    """vLLM's API server over a store, in processes of its own. `role`, `options`: of the connector."""
 
-    def __init__(self, python: Path, folder: Path, model: str) -> None:
+    def __init__(
+        self, python: Path, folder: Path, model: str, *, role: str = "kv_both", wait: bool = True, **options: Any
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         transfer = {
-            "kv_connector": "KVStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "KVStoreConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
             "kv_connector_module_path": "kvstore.integrations.vllm",
-            "kv_connector_extra_config": {"remote_url": f"file://{folder}/kv"},
+            "kv_connector_extra_config": {"remote_url": f"file://{folder}/kv", **options},
         }  # fmt: skip
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m",
             "--port", self.port, "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048",
             "--enforce-eager", "--enable-prompt-tokens-details", "--num-gpu-blocks-override", "64",
+            "--max-num-batched-tokens", "256",
             "--kv-transfer-config", json.dumps(transfer),
         ]  # fmt: skip
         env = environment(
             {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
         )
-        with open(folder / "server.log", "wb") as log:
-            self._process = subprocess.Popen(
+        self._log = folder / f"{role}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
                 [str(part) for part in command], env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
+        if wait:
+            self.started()
+
+    def started(self) -> None:
+        """Wait until it answers."""
         end = time.monotonic() + 400
         while True:
             with contextlib.suppress(OSError):
                 self.call("/health")
                 return
-            if self._process.poll() is not None or time.monotonic() > end:
+            if self.process.poll() is not None or time.monotonic() > end:
                 self.stop()
-                pytest.fail(f"the server does not start:\n{(folder / 'server.log').read_text()[-4000:]}")
+                pytest.fail(f"the server does not start:\n{self._log.read_text()[-4000:]}")
             time.sleep(0.5)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -138,14 +147,18 @@ class Server:
         assert lines, name
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
+    def signal(self, number: int) -> None:
+        """To all of its processes."""
+        os.killpg(self.process.pid, number)
+
     def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
+        if self.process.poll() is None:
+            self.process.terminate()
             try:
-                self._process.wait(60)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+                self.signal(signal.SIGKILL)
+                self.process.wait()
 
 
 @pytest.mark.model

@@ -21,6 +21,8 @@ tests=('pytest>=9.0,<10' 'hypothesis>=6.150,<7' 'boto3>=1.36,<2')
 begin() {
   venv=$base/$1
   if [ -f "$venv/.complete" ] && [ "$(cat "$venv/.complete")" = "$2" ]; then
+    # It may have been made from another checkout: what is tested is this one.
+    "$venv/bin/pip" install "${pip_flags[@]}" --no-deps -e "$here"
     echo "$1: $venv (there)"
     return 1
   fi

@@ -28,13 +28,13 @@ BLOCKS = 64
 def open_engine(given: dict[str, Any], **more: Any) -> LLM:
     """An engine of `model` over the store at `url`; `extra` goes into kv_connector_extra_config."""
     transfer = KVTransferConfig(
-        kv_connector="KVStoreConnector", kv_role="kv_both", kv_connector_module_path="kvstore.integrations.vllm",
-        kv_load_failure_policy="recompute",
+        kv_connector="KVStoreConnector", kv_role=given.get("role", "kv_both"),
+        kv_connector_module_path="kvstore.integrations.vllm", kv_load_failure_policy="recompute",
         kv_connector_extra_config={"remote_url": given["url"], **given.get("extra", {})},
     )  # fmt: skip
     return LLM(
         model=given["model"], dtype="float32", max_model_len=given.get("longest", 2048), enforce_eager=True,
-        max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=True,
+        max_num_seqs=8, max_num_batched_tokens=given.get("batched", 256), enable_prefix_caching=True,
         num_gpu_blocks_override=given.get("blocks", BLOCKS), kv_transfer_config=transfer, **more,
     )  # fmt: skip
 

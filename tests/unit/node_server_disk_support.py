@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.backend import NO_DEADLINE, Outcome, Read, Write
 from kvstore.keys import Key
-from kvstore_backends._node_disk import DiskTier
+from kvstore_backends._node_below import Below
 from kvstore_backends._node_space import Namespace
 
 from .node_server_support import KiB, Node
@@ -38,12 +38,12 @@ class Nodes:
             node.close()
 
 
-def disk_of(node: Node) -> DiskTier:
-    assert node.space.disk is not None
-    return node.space.disk
+def disk_of(node: Node) -> Below:
+    assert node.space.below is not None
+    return node.space.below
 
 
-def settled(node: Node) -> DiskTier:
+def settled(node: Node) -> Below:
     disk = disk_of(node)
     assert disk.settle(60)
     return disk

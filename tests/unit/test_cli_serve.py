@@ -70,13 +70,13 @@ def test_what_follows_a_namespace_belongs_to_it(tmp_path: Path) -> None:
     settings = load(
         ("memory", "8MiB"), ("token_file", str(tokens[0])), ("ttl", "1h"), ("policy", "fifo"),
         ("namespace", "a"), ("token_file", str(tokens[1])), ("memory", "2MiB"), ("policy", "lru"),
-        ("namespace", "b"), ("token_file", str(tokens[2])), ("disk", "file:///kv/b"), ("ttl", "2h"),
+        ("namespace", "b"), ("token_file", str(tokens[2])), ("disk", "file:///kv/b"), ("ttl", "2h"), ("remote", "s3://b/kv"),
     )  # fmt: skip
     assert settings.server["memory"] == 8 * MiB
     assert list(settings.namespaces) == [
         Namespace("", b"of default", 0, "fifo", "", 3600.0),
         Namespace("a", b"of a", 2 * MiB, "lru", "", 3600.0),
-        Namespace("b", b"of b", 0, "fifo", "file:///kv/b", 7200.0),
+        Namespace("b", b"of b", 0, "fifo", "file:///kv/b", 7200.0, remote="s3://b/kv"),
     ]
 
 
@@ -97,6 +97,27 @@ def test_tokens_from_the_environment() -> None:
     assert "of a" not in repr(settings)
 
 
+def test_tokens_of_the_http_side(tmp_path: Path) -> None:
+    admin = written(tmp_path / "admin", "of admin\n")
+    settings = load(
+        ("http", "127.0.0.1:0"), ("http_admin_token_file", str(admin)), env={"KVSTORE_SERVE_CONTROLLER_TOKEN": "c"}
+    )  # fmt: skip
+    assert (settings.admin_token, settings.controller_token) == (b"of admin", b"c")
+    assert "of admin" not in repr(settings)
+    assert (load().admin_token, load().controller_token) == (b"", b"")
+    with pytest.raises(ConfigError, match="give one of them"):
+        load(
+            ("http", "127.0.0.1:0"), ("http_admin_token_file", str(admin)),
+            env={"KVSTORE_SERVE_HTTP_ADMIN_TOKEN": "other"},
+        )  # fmt: skip
+
+
+def test_contexts_by_name(tmp_path: Path) -> None:
+    file = written(tmp_path / "serve.yaml", "contexts: {llama: /etc/llama.yaml, other: /etc/other.yaml}\n")
+    settings = load(("context", "other=/etc/mine.yaml"), file=file)
+    assert settings.contexts == {"llama": "/etc/llama.yaml", "other": "/etc/mine.yaml"}
+
+
 def test_variables_of_kubernetes_are_none_of_ours() -> None:
     env = {"KVSTORE_SERVE_SERVICE_HOST": "10.0.0.1", "KVSTORE_SERVE_PORT_7100_TCP_ADDR": "10.0.0.1"}
     assert load(env=env) == load()
@@ -113,8 +134,10 @@ def test_variables_of_kubernetes_are_none_of_ours() -> None:
         ([("namespace", "a"), ("namespace", "a")], {}, "", "given twice for namespace 'a'"),
         ([("namespace", "")], {}, "", "without a name"),
         ([("token_file", "/no/such/file")], {}, "", "/no/such/file cannot be read"),
-        ([("http", "127.0.0.1:80")], {}, "", "'http' comes with operations"),
-        ([], {"KVSTORE_SERVE_HTTP": ":80"}, "", "'http' comes with operations"),
+        ([("controller", "http://c:1")], {}, "", "'controller' is of use with option 'http' only"),
+        ([], {"KVSTORE_SERVE_HTTP_ADMIN_TOKEN_FILE": "/x"}, "", "'http_admin_token_file' is of use with option 'http'"),
+        ([], {"KVSTORE_SERVE_HTTP_ADMIN_TOKEN": ""}, "", "token of option 'http_admin_token_file' is empty"),
+        ([], {}, "http_admin_token: hunter2", "must not stand in the configuration file"),
         ([], {"KVSTORE_SERVE_MEMROY": "1"}, "", r"did you mean 'memory'\?.*KVSTORE_SERVE_MEMROY"),
         ([], {"KVSTORE_SERVE_MEMORY": ""}, "", "empty"),
         ([], {"KVSTORE_SERVE_TOKEN": " "}, "", "token of the default namespace is empty"),
@@ -124,6 +147,8 @@ def test_variables_of_kubernetes_are_none_of_ours() -> None:
         ([], {}, "token: hunter2", "must not stand in the configuration file"),
         ([], {}, "namespaces: {a: {token: hunter2}}", "must not stand in the configuration file"),
         ([], {}, "namespaces: [a]", "must map names to options"),
+        ([], {}, "contexts: [a]", "must map names to files"),
+        ([("context", "llama")], {}, "", "write NAME=FILE"),
         ([], {}, "namespaces: {a: 3}", "must have a map of options"),
         ([], {}, "namespaces: {a: {listen: x}}", "unknown option 'listen' for namespace 'a'"),
         ([], {}, "- a", "map from option names"),
@@ -157,7 +182,8 @@ def test_token_files(tmp_path: Path) -> None:
     [
         (["serve"], "an address to listen on"),
         (["serve", "--listen", "0.0.0.0:0"], "no token, so whoever reaches"),
-        (["serve", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"], "comes with operations"),
+        (["serve", "--listen", "127.0.0.1:0", "--http", "0.0.0.0:0"], "there is no admin token"),
+        (["serve", "--listen", "127.0.0.1:0", "--http", "nonsense"], "is not HOST:PORT"),
         (["serve", "--listen", "127.0.0.1:0", "--memory", "3 sacks"], "unknown unit"),
         (["serve", "--lisen", "127.0.0.1:0"], "--lisen"),
         (["serve", "extra"], "extra"),
@@ -191,7 +217,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
     for option in (*SERVER_OPTIONS, *NAMESPACE_OPTIONS):
-        assert (f"--{option.name.replace('_', '-')}" in text) == (option.name != "http")
+        assert f"--{option.name.replace('_', '-')}" in text
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvstore ")
 

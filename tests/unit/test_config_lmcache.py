@@ -52,12 +52,38 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
         ("lookup_timeout_ms", 20, "lookup_timeout", 0.02),
         ("lookup_timeout_ms", "20", "lookup_timeout", 0.02),
         ("lookup_timeout_ms", 1500.5, "lookup_timeout", 1.5005),
+        ("enable_blending", True, "enable_blending", True),
+        ("blend_recompute_ratios", 0.2, "blend_recompute_ratios", (0.2,)),
+        ("blend_recompute_ratios", [0.3, 0.2], "blend_recompute_ratios", (0.3, 0.2)),
+        ("blend_recompute_ratios", "0.3,0.2", "blend_recompute_ratios", (0.3, 0.2)),
+        ("blend_check_layers", 1, "blend_check_layers", (1,)),
+        ("blend_check_layers", "[1, 5]", "blend_check_layers", (1, 5)),
+        ("blend_min_tokens", 128, "blend_min_tokens", 128),
+        ("blend_special_str", "<sep>", "blend_special_str", "<sep>"),
     ],
 )
 def test_lmcache_names_and_units(name: str, value: object, ours: str, parsed: object) -> None:
     assert getattr(load(**_one(name, value)), ours) == parsed
     assert getattr(load(env={f"LMCACHE_{name.upper()}": str(value)}), ours) == parsed
     assert getattr(load(env={f"KVSTORE_{name.upper()}": str(value)}), ours) == parsed
+
+
+@pytest.mark.parametrize("name", ["blend_recompute_ratios", "blend_check_layers"])
+def test_lmcaches_null_is_the_default(name: str, write: Callable[[str], Path]) -> None:
+    config = load(None, config_file=write(f"remote_url: {URL}\n{name}: null\n"))
+    assert getattr(config, name) == getattr(load(), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("blend_recompute_ratios", 1.5), ("blend_recompute_ratios", [0.1, None]), ("blend_recompute_ratios", "much"),
+     ("blend_recompute_ratios", []), ("blend_recompute_ratios", True), ("blend_check_layers", 1.5),
+     ("blend_check_layers", [-1]), ("blend_check_layers", [[1]]), ("blend_min_tokens", 0), ("blend_special_str", ""),
+     ("blend_special_str", 7), ("enable_blending", "perhaps"), ("blend_measure", "q")],
+)  # fmt: skip
+def test_a_bad_value_for_blending_is_named(name: str, bad: object) -> None:
+    with pytest.raises(ConfigError, match=rf"option '{name}'.*\(from keyword {name}\)"):
+        load(**_one(name, bad))
 
 
 @pytest.mark.parametrize("bad", [True, None, "", "soon", -1, "-1", [1], "7 parsecs", float("nan"), float("inf"), 0])
@@ -140,7 +166,7 @@ def test_what_would_change_results_is_refused(name: str) -> None:
 def test_refused_are_those_that_change_what_is_stored_found_or_computed() -> None:
     refused = {name for name, known in lmcache.UNUSED.items() if known.refuse}
     assert refused == {
-        "enable_blending", "enable_pd", "remote_storage_plugins", "storage_plugins", "external_lookup_client",
+        "blend_thresholds", "enable_pd", "remote_storage_plugins", "storage_plugins", "external_lookup_client",
         "retrieve_locations", "store_location",
     }  # fmt: skip
 

@@ -17,8 +17,9 @@ from kvstore.backend import Outcome, Read
 from kvstore.completion import Completion
 from kvstore.config import load_config
 from kvstore.errors import ClosedError, ConfigError
+from kvstore.integrations._opaque import Client, Grumbler, Settler
 from kvstore.integrations.lmcache import KVStoreL2
-from kvstore.integrations.lmcache._client import Client, Grumbler, Settler, open_client
+from kvstore.integrations.lmcache._client import logger, open_client
 from kvstore.keys import opaque_key
 from kvstore.store import Store
 from kvstore.testing import DictBackend
@@ -176,10 +177,10 @@ def test_memory_is_not_given_back_while_a_hung_backend_may_write_into_it() -> No
     backend = _Hangs()
     config = load_config("memory://", env={}, blocking_timeout=0.05)
     store = Store(config, backends=[backend])
-    client = Client(store, "mp")
+    client = Client(store, "lmcache/mp/", logger)
     assert client.put(["k"], [b"x" * 100]).result()[0].stored
     into = view(bytes(100))
-    settler, told = Settler(), threading.Event()
+    settler, told = Settler(logger), threading.Event()
     completion = client.get(["k"], [into])
     settler.when_settled(completion, told.set)
     assert backend.begun.wait(10)
@@ -191,7 +192,7 @@ def test_memory_is_not_given_back_while_a_hung_backend_may_write_into_it() -> No
 
 
 def test_one_listener_that_fails_costs_nobody_his_answer(caplog: pytest.LogCaptureFixture) -> None:
-    settler, told = Settler(), [threading.Event() for _ in range(3)]
+    settler, told = Settler(logger), [threading.Event() for _ in range(3)]
     late: list[Completion[int]] = [Completion() for _ in range(3)]
     ends = [completion.expect_late_io() for completion in late]
 
@@ -263,7 +264,7 @@ def test_with_longer_views_too_memory_waits_for_a_hung_backend_and_time_is_share
     backend = _Hangs()
     backend.let_go.set()
     store = Store(load_config("memory://", env={}, blocking_timeout=0.3), backends=[backend])
-    client = Client(store, "mp")
+    client = Client(store, "lmcache/mp/", logger)
     assert client.put(["k"], [b"x" * 100]).result()[0].stored
     got = client.get_at_most(["k"], [view(bytes(200))])
     assert [each.status.name for each in got.result(10)] == ["OK"]
@@ -391,7 +392,7 @@ def test_many_answers_wake_a_poller_once(l2: KVStoreL2) -> None:
 
 
 def test_trouble_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    grumbler = Grumbler()
+    grumbler = Grumbler(logger)
     grumbler.warn("a load", "")
     for _ in range(50):
         grumbler.warn("a load", "2 of 3 failed")
@@ -406,7 +407,7 @@ def test_a_load_of_the_wrong_size_is_logged(l2: KVStoreL2, caplog: pytest.LogCap
 
 def test_surfaces_are_kept_apart() -> None:
     store = Store(load_config("memory://", env={}))
-    mp, remote = Client(store, "mp"), Client(store, "remote")
+    mp, remote = Client(store, "lmcache/mp/", logger), Client(store, "lmcache/remote/", logger)
     assert mp.keys(["k"]) != remote.keys(["k"])
     assert mp.keys(["k"]) == [opaque_key("lmcache/mp/k")]
     store.close()

@@ -63,8 +63,8 @@ class DiskMachine(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp(prefix="kvstore-machine-")
         self.node = Node(Namespace(disk=f"file://{self.folder}/kv"), nbytes=64 * KiB)
         self.store = self.node.space.store
-        assert self.node.space.disk is not None
-        self.disk = self.node.space.disk
+        assert self.node.space.below is not None
+        self.disk = self.node.space.below
         self.backend = self.disk.backend
         self.read_below, self.write_below = self.backend.get_into, self.backend.put
         self.patch.setattr(self.backend, "get_into", self.get_into)

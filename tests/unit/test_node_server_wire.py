@@ -55,7 +55,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., NodeServer]]:
     yield make
     for node in nodes:
         node.close()
-        for space in node._spaces.values():
+        for space in node.spaces.values():
             assert space.gate.used == 0
             assert space.store.pool.stats().in_use == 0
             assert not space.store.pending
@@ -81,7 +81,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def held(node: NodeServer) -> int:
-    return sum(space.gate.used for space in node._spaces.values())
+    return sum(space.gate.used for space in node.spaces.values())
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

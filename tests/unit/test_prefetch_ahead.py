@@ -179,21 +179,15 @@ def test_demand_is_asked_for_with_priority(monkeypatch: pytest.MonkeyPatch) -> N
         until(lambda: gone(again))
 
 
-def test_tiers_are_told_of_the_queue() -> None:
+def test_backends_are_told_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, keys = prompts(2)
-
-    class Tiers:
-        def __init__(self) -> None:
-            self.told: list[Any] = []
-
-        def announce(self, waiting: Any) -> None:
-            self.told.append(waiting)
+    told: list[Any] = []
+    monkeypatch.setattr(backend, "announce", told.append)
 
     with store_over(backend) as store:
-        store.tiers = Tiers()  # type: ignore[attr-defined]
         prefetcher = Prefetcher(store, lookahead_bytes=0)
         prefetcher.announce([queued(keys[0]), queued(keys[1], deadline=soon())])
-        assert store.tiers.told == [[keys[1], keys[0]]]  # type: ignore[attr-defined]
+        assert told == [[keys[1], keys[0]]]
         assert not backend.calls_of("get")
         prefetcher.close()
         prefetcher.announce([queued(keys[0])])

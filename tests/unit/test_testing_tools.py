@@ -141,10 +141,10 @@ def test_forwarding() -> None:
         assert_forwards_everything(kind)
     assert_forwards_everything(Careless, Careless)
     with pytest.raises(
-        AssertionError, match=r"instead of forwarding: lease, list, register, name, capabilities, limits$"
+        AssertionError, match=r"instead of forwarding: announce, lease, list, register, name, capabilities, limits$"
     ):
         assert_forwards_everything(Forgetful)
-    with pytest.raises(AssertionError, match=r"inherits from Backend instead of forwarding: lease, list, register$"):
+    with pytest.raises(AssertionError, match=r"inherits from Backend instead of forwarding: announce, lease, list, register$"):
         assert_forwards_everything(Forgetful, Forgetful)
     assert_forwards_everything(Wrong)
     with pytest.raises(AssertionError) as caught:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from kvstore.integrations.vllm._identity import adapter_identity, folder_fingerprint, model_name, model_revision
+from kvstore.integrations._weights import adapter_identity, folder_fingerprint, model_name, model_revision
 from kvstore.integrations.vllm._keys import chunk_refs, hashed, keys_of, multimodal_items, shards_of
 from kvstore.integrations.vllm._messages import ChunkRef, Isolation, Load, Step
 from kvstore.integrations.vllm._paging import Pages, blocks_covering, segment_tensors, slots, token_runs

@@ -36,6 +36,7 @@ class Request:
     mm_features: list[Any] = field(default_factory=list)
     skip_reading_prefix_cache: bool = False
     prompt_embeds: Any = None
+    kv_transfer_params: Any = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -83,7 +84,7 @@ class Engine:
 
     def __init__(
         self, store: Store, *, block_size: int = 4, blocks: int = 64, asynchronous: bool = False,
-        transposed: bool = False, **options: Any,
+        transposed: bool = False, prefill_timeout: float = PATIENCE_S, **options: Any,
     ) -> None:  # fmt: skip
         self.block_size = block_size
         shape = (blocks, LAYOUT.num_kv_heads, block_size, 2 * LAYOUT.head_dim)
@@ -94,7 +95,9 @@ class Engine:
             store, [context], isolation=isolation_of, block_size=block_size,
             asynchronous=asynchronous, **options,
         )  # fmt: skip
-        self.worker = WorkerSide(store, context, layout=LAYOUT, dtype=torch.float32, pages=self.pages)
+        self.worker = WorkerSide(
+            store, context, layout=LAYOUT, dtype=torch.float32, pages=self.pages, prefill_timeout=prefill_timeout
+        )
         self.free = list(range(blocks))[::-1]
         self.tables: dict[str, list[int]] = {}
 
@@ -149,25 +152,33 @@ class Engine:
                 return False
         return True
 
+    def idle(self) -> tuple[set[str], set[int]]:
+        """One step without work. Returns the requests whose load between steps has ended, and the failed blocks."""
+        self.worker.begin(self.side.step([], self.tables.get))
+        self.worker.start_loads()
+        self.worker.finish()
+        finished, failed = self.worker.take_finished(), self.worker.take_failed()
+        if failed:
+            self.side.failed(failed, self.tables.get)
+        self.side.loaded(finished)
+        return finished, failed
+
     def wait_for_load(self, r: Request) -> set[int]:
-        """Steps without work, until an asynchronous load has ended."""
-        end = time.monotonic() + PATIENCE_S
+        """Steps without work, until a load between steps has ended. Returns its failed blocks."""
+        end, failed = time.monotonic() + PATIENCE_S, set[int]()
         while True:
-            self.worker.begin(self.side.step([], self.tables.get))
-            self.worker.start_loads()
-            self.worker.finish()
-            finished, failed = self.worker.take_finished(), self.worker.take_failed()
-            if failed:
-                self.side.failed(failed, self.tables.get)
-            self.side.loaded(finished)
+            finished, now = self.idle()
+            failed |= now
             if r.request_id in finished:
                 return failed
             assert time.monotonic() < end
             time.sleep(0.0005)
 
-    def end(self, r: Request) -> None:
-        self.side.finished(r.request_id)
+    def end(self, r: Request) -> Any:
+        """Returns what the answer tells the next engine."""
+        told = self.side.finished(r.request_id)
         self.free += self.tables.pop(r.request_id, [])
+        return told
 
     def drain(self) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -180,7 +191,7 @@ class Engine:
         right in the end. Returns the blocks that failed."""
         external = self.admit(r)
         computed, failed_ever = external, set[int]()
-        if external and self.side.asynchronous:
+        if external and self.side._loading[r.request_id].asynchronous:
             failed = self.wait_for_load(r)
             if failed:
                 failed_ever |= failed

@@ -27,6 +27,8 @@ COMMANDS: dict[str, str] = {
     "stat": "what a URL holds, or what records are",
     "verify": "read records again and compare their checksums",
     "rm": "remove records",
+    "ctl": "look at and control nodes: lookup, pin, clear, move, route, …; run a controller",
+    "cloudwatch": "metrics for CloudWatch, queries of Logs Insights, the daily cost report",
 }
 """Subcommand → one line of help. Its module, `kvstore_cli.NAME`, is imported when it is used."""
 

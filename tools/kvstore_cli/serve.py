@@ -1,12 +1,14 @@
 """`kvstore serve`: a node of its own process. See `kvstore_backends.node_server`.
 
 When it is ready it prints one line to standard output, which names the addresses (with `--json` an object with
-`address`, `unix`, `namespaces`, `memory_bytes` and `pid`). At SIGTERM or SIGINT it takes no more connections, lets
-requests under way end, writes what waits for the disk, and ends with status 0. A second signal ends it at once.
+`address`, `unix`, `http`, `namespaces`, `memory_bytes` and `pid`). At SIGTERM or SIGINT it is not ready any more
+(/readyz, and for its controller), takes no more connections, lets requests under way end, writes what waits for the
+disk and what is remote, and ends with status 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -15,21 +17,33 @@ import pwd
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvstore.errors import ConfigError
 from kvstore.options import Option, show_value
+from kvstore.telemetry import configure_logs
 from kvstore_backends.node_server import NodeServer
 from kvstore_transport import Limits
 
 from .serve_options import NAMESPACE_OPTIONS, SERVER_OPTIONS, Settings, load_settings
 
+if TYPE_CHECKING:
+    from .serve_http import Web
+
 __all__ = ["serve"]
 
+logger = logging.getLogger("kvstore.node")
+
+_LINGER_S = 1.0
 _META = "kvstore_cli.order"
+_METAVARS = {
+    "listen": "HOST:PORT", "http": "HOST:PORT", "disk": "URL", "remote": "URL", "controller": "URL",
+    "advertise": "HOST", "name": "NAME",
+}  # fmt: skip
 
 
 class _Serve(click.Command):
@@ -48,19 +62,25 @@ def _flag(option: Option) -> click.Option:
     if option.kind == "bool":
         declaration = f"--{name}/--no-{name}" if option.default else f"--{name}"
         return click.Option([option.name, declaration], is_flag=True, default=None, help=option.doc + default)
-    metavar = {"listen": "HOST:PORT", "http": "HOST:PORT", "disk": "URL"}.get(option.name, option.kind.upper())
+    metavar = _METAVARS.get(option.name, option.kind.upper())
     if option.name.endswith(("_file", "_cert", "_key", "_ca")) or option.name == "unix":
         metavar = "FILE"
     return click.Option(
         [option.name, f"--{name}"], multiple=True, metavar="|".join(option.choices) or metavar,
-        help=option.doc + default, hidden=option.name == "http",
+        help=option.doc + default,
     )  # fmt: skip
 
 
 _NAMESPACE = click.Option(
     ["namespace", "--namespace"], multiple=True, metavar="NAME",
-    help="A further namespace. What follows of --token-file, --memory, --policy, --disk, --ttl and --ttl-from, up to "
-    "the next --namespace, belongs to it.",
+    help="A further namespace. What follows of --token-file, --memory, --policy, --disk, --remote, --ttl and "
+    "--ttl-from, up to the next --namespace, belongs to it.",
+)  # fmt: skip
+
+
+_CONTEXT = click.Option(
+    ["context", "--context"], multiple=True, metavar="NAME=FILE",
+    help="A key context by name, for requests of the control API that give tokens (docs/control.md).",
 )  # fmt: skip
 
 
@@ -77,14 +97,43 @@ def _serve(config: str, as_json: bool, **_: object) -> int:
     KVSTORE_SERVE_CONFIG) and from KVSTORE_SERVE_<OPTION>; flags win over the environment, that over the file.
     """
     settings = load_settings(_in_order(click.get_current_context()), config_file=config)
+    server = settings.server
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    configure_logs(server["log_format"], level=server["log_level"])
     stop = _stop_on_signals()
-    with open_node(settings) as node:
+    before = threading.enumerate()
+    with contextlib.ExitStack() as undo:
+        web: Web | None = None
+        if server["http"]:
+            from .serve_http import Web, control_settings
+
+            control_settings(settings)  # before anything is opened
+        node = undo.enter_context(open_node(settings))
+        if server["http"]:
+            web = Web(node, settings)
+            undo.callback(web.close)
         gc.freeze()  # modules and the like stay for ever: a full collection need not look at them, a tenth of the CPU
-        _announce(node, settings, as_json=as_json)
+        _announce(node, settings, "" if web is None else web.url, as_json=as_json)
         stop.wait()
-        node.close(settings.server["drain_timeout"])
+        node.draining = True
+        if web is not None:
+            web.leave()
+        node.close(server["drain_timeout"])
+    _leave_behind(before)
     return 0
+
+
+def _leave_behind(before: Sequence[threading.Thread]) -> None:
+    """Python waits at its end for threads that hang in a backend, such as those of HTTP requests, however long that
+    takes: all that counts is done by now, so the process ends without them."""
+    own = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    end = time.monotonic() + _LINGER_S
+    for thread in own:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in own):
+        logger.warning("requests that hang below were left behind")
+        logging.shutdown()
+        os._exit(0)
 
 
 def open_node(settings: Settings) -> NodeServer:
@@ -96,7 +145,7 @@ def open_node(settings: Settings) -> NodeServer:
         if not namespace.name:
             default = {
                 "policy": namespace.policy, "disk": namespace.disk, "ttl": namespace.ttl,
-                "ttl_from": namespace.ttl_from, "token": namespace.token,
+                "ttl_from": namespace.ttl_from, "token": namespace.token, "remote": namespace.remote,
             }  # fmt: skip
     return NodeServer(
         server["listen"],
@@ -139,29 +188,31 @@ def _uids(users: str, path: str) -> frozenset[int]:
 
 
 def _stop_on_signals() -> threading.Event:
-    """Set by the first SIGTERM or SIGINT; the second one has its usual effect."""
+    """Set by the first SIGTERM or SIGINT; a second one, of either kind, ends the process at once."""
     stop = threading.Event()
+    asked = (signal.SIGTERM, signal.SIGINT)
 
     def ask(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        for each in asked:
+            signal.signal(each, signal.SIG_DFL)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in asked:
         signal.signal(number, ask)
     return stop
 
 
-def _announce(node: NodeServer, settings: Settings, *, as_json: bool) -> None:
+def _announce(node: NodeServer, settings: Settings, http: str, *, as_json: bool) -> None:
     memory = settings.server["memory"]
     names = [*node.namespaces]
     if as_json:
         line = json.dumps({
-            "address": node.address, "unix": node.unix_path, "namespaces": names, "memory_bytes": memory,
-            "tls": node.secure, "pid": os.getpid(),
+            "address": node.address, "unix": node.unix_path, "http": http, "namespaces": names,
+            "memory_bytes": memory, "tls": node.secure, "pid": os.getpid(),
         })  # fmt: skip
     else:
         size = next(option for option in NAMESPACE_OPTIONS if option.name == "memory")
-        where = " and ".join(filter(None, (node.address, node.unix_path)))
+        where = " and ".join(filter(None, (node.address, node.unix_path, http)))
         shown = ", ".join(name or "default" for name in names)
         line = f"kvstore serve: listening on {where}; {show_value(size, memory)} of memory; namespaces: {shown}"
     try:
@@ -175,6 +226,7 @@ def _parameters() -> Sequence[click.Parameter]:
         *map(_flag, SERVER_OPTIONS),
         *map(_flag, NAMESPACE_OPTIONS),
         _NAMESPACE,
+        _CONTEXT,
         click.Option(["config", "--config"], default="", metavar="FILE", help="YAML with the same options."),
         click.Option(["as_json", "--json"], is_flag=True, help="Print the line as JSON."),
     ]

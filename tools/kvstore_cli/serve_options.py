@@ -4,13 +4,15 @@
     memory: 64GiB
     token_file: /run/secrets/kvstore
     disk: file:///nvme/kv?bytes=400GiB
-    ttl: 1d
+    remote: s3://bucket/kv?region=us-west-2
+    http: 127.0.0.1:7080
     namespaces:
       team-a: {token_file: /run/secrets/team-a, memory: 16GiB, disk: "file:///nvme/team-a?bytes=100GiB"}
 
 The environment has `KVSTORE_SERVE_<OPTION>`, and tokens in `KVSTORE_SERVE_TOKEN` and `KVSTORE_SERVE_TOKEN_<NAMESPACE>`
-(other characters than letters and digits as underscores). On the command line, what follows `--namespace NAME` belongs
-to that namespace. A token never stands in the file or on the command line.
+(other characters than letters and digits as underscores), `KVSTORE_SERVE_HTTP_ADMIN_TOKEN` and
+`KVSTORE_SERVE_CONTROLLER_TOKEN`. On the command line, what follows `--namespace NAME` belongs to that namespace. A
+token never stands in the file or on the command line.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.config import read_yaml
@@ -33,8 +35,9 @@ __all__ = ["NAMESPACE_OPTIONS", "SERVER_OPTIONS", "Settings", "load_settings"]
 
 _PREFIX = "KVSTORE_SERVE_"
 _TOKEN = "TOKEN"
+_SECRETS = ("http_admin_token", "controller_token")  # also as files: options of these names and `_file`
 _CONFIG = "CONFIG"
-_NAMESPACES = "namespaces"
+_NAMESPACES, _CONTEXTS = "namespaces", "contexts"
 _MOST_TOKEN_BYTES = 4096
 # Kubernetes sets these in every pod of a namespace that has a service called "kvstore-serve" or "kvstore-serve-…".
 _SERVICE_VARIABLES = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_.*)?)")
@@ -53,6 +56,11 @@ NAMESPACE_OPTIONS = (
         choices=tuple(POLICIES),
     ),
     Option("disk", "str", "", "Folder below the memory, file:///nvme/kv?bytes=400GiB; each namespace has its own."),
+    Option(
+        "remote", "str", "",
+        "What lies below memory and disk, any URL of a store: s3://bucket/kv, node://other:7070, file:///mnt/nfs/kv. "
+        "Other nodes may share it, but each namespace has its own. Secrets: KVSTORE_<SCHEME>_<OPTION>.",
+    ),
     Option("ttl", "duration", None, "Age at which records go; not set: never.", minimum=1e-3),
     Option("ttl_from", "choice", "use", "The age counts from the last use or from the put.", choices=("use", "put")),
 )  # fmt: skip
@@ -97,7 +105,30 @@ SERVER_OPTIONS = (
         "its connection.", minimum=0.1,
     ),
     Option("drain_timeout", "duration", 10.0, "At SIGTERM, for requests under way, and again for the disk."),
-    Option("http", "str", "", "Comes with operations; refused here."),
+    Option(
+        "http", "str", "",
+        "HOST:PORT for HTTP: control API, /healthz, /readyz, /metrics, and a page at /. Same TLS as `listen`.",
+    ),
+    Option(
+        "http_admin_token_file", "str", "",
+        "File with the token that may do everything there; a must on other addresses than loopback. The tokens of the "
+        "namespaces open what is theirs.",
+    ),
+    Option(
+        "prefill_per_record", "duration", 0.0,
+        "Prefill that one record spares an engine: the page and the metrics count hits times this as seconds saved. A "
+        "node knows neither models nor tokens; 0: not counted.",
+    ),
+    Option("open_metrics", "bool", False, "GET /metrics needs no token."),
+    Option("name", "str", "", "Name of this node for controllers; not set: the host's and the port."),
+    Option("advertise", "str", "", "Host under which others reach this node, if it is not the address it listens on."),
+    Option("controller", "str", "", "URL of a controller that is told what is here (docs/control.md); wants `http`."),
+    Option(
+        "controller_token_file", "str", "", "File with the token for reports to it; not set: the admin's of this node."
+    ),
+    Option("controller_ca", "str", "", "PEM file with what signed its certificate; not set: what the system trusts."),
+    Option("log_format", "choice", "text", "Of the log on standard error.", choices=("text", "json")),
+    Option("log_level", "choice", "warning", "From which level on.", choices=("debug", "info", "warning", "error")),
 )  # fmt: skip
 """Options of the node as a whole."""
 
@@ -112,10 +143,15 @@ class Settings:
     Attributes:
         server: typed values of `SERVER_OPTIONS`, and `memory`: of the node.
         namespaces: the default one first, if there is one.
+        admin_token, controller_token: of the HTTP API, and for reports; b"": none.
+        contexts: files of key contexts by the name that requests give, as those of `kvstore ctl`.
     """
 
     server: Mapping[str, Any]
     namespaces: Sequence[Namespace]
+    admin_token: bytes = field(default=b"", repr=False)
+    controller_token: bytes = field(default=b"", repr=False)
+    contexts: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Layers:
@@ -124,11 +160,15 @@ class _Layers:
     def __init__(self) -> None:
         self.node: dict[str, Any] = {}
         self.spaces: dict[str, dict[str, Any]] = {}
+        self.contexts: dict[str, str] = {}
+        self.secrets: dict[str, Given] = {}
         self.tokens: dict[str, Given] = {}  # by the end of the variable's name; "" for the default namespace
 
     def add(self, name: str, given: Given) -> None:
         if name not in _BY_NAME:
-            raise ConfigError(f"{unknown_option(name, [*_BY_NAME, _NAMESPACES], where='serve')} ({given.source})")
+            raise ConfigError(
+                f"{unknown_option(name, [*_BY_NAME, _NAMESPACES, _CONTEXTS], where='serve')} ({given.source})"
+            )
         self.node[name] = given.parse(_BY_NAME[name])
 
     def add_to_space(self, space: str, name: str, given: Given) -> None:
@@ -147,8 +187,13 @@ class _Layers:
     def add_file(self, path: str) -> None:
         source = f"in {path}"
         for name, value in read_yaml(path).items():
-            if name in ("token", _TOKEN):
+            if name in ("token", _TOKEN, *_SECRETS):
                 raise ConfigError(f"a token must not stand in the configuration file ({source}); name a 'token_file'")
+            if name == _CONTEXTS:
+                if not isinstance(value, dict) or not all(isinstance(each, str) for each in (*value, *value.values())):
+                    raise ConfigError(f"option {_CONTEXTS!r} must map names to files ({source})")
+                self.contexts |= value
+                continue
             if name != _NAMESPACES:
                 self.add(name, Given(value, source))
                 continue
@@ -169,7 +214,9 @@ class _Layers:
         for variable in sorted(name for name in env if name.startswith(_PREFIX)):
             name = variable.removeprefix(_PREFIX)
             given = Given(env[variable], f"from environment variable {variable}")
-            if name == _TOKEN or (name.startswith(f"{_TOKEN}_") and name != "TOKEN_FILE"):
+            if name.lower() in _SECRETS:
+                self.secrets[name.lower()] = given
+            elif name == _TOKEN or (name.startswith(f"{_TOKEN}_") and name != "TOKEN_FILE"):
                 self.tokens[name.removeprefix(_TOKEN).removeprefix("_")] = given
             elif name != _CONFIG and not (name.lower() not in _BY_NAME and _SERVICE_VARIABLES.fullmatch(name)):
                 self.add(name.lower(), given)
@@ -179,6 +226,12 @@ class _Layers:
         seen: set[tuple[str, str]] = set()
         for name, value in flags:
             source = f"from --{name.replace('_', '-')}"
+            if name == "context":
+                context, equals, path = str(value).partition("=")
+                if not (context and equals and path):
+                    raise ConfigError(f"--context {str(value)[:80]!r}: write NAME=FILE")
+                self.contexts[context] = path
+                continue
             if name == "namespace":
                 space = str(value)
                 self.open_space(space, source)
@@ -196,8 +249,9 @@ class _Layers:
 
     def settings(self) -> Settings:
         node = {name: self.node.get(name, option.default) for name, option in _BY_NAME.items()}
-        if node["http"]:
-            raise ConfigError("option 'http' comes with operations, and is not there yet; leave it out")
+        for name in ("http_admin_token_file", "controller", "advertise"):
+            if node[name] and not node["http"]:
+                raise ConfigError(f"option {name!r} is of use with option 'http' only; give that as well")
         default: list[tuple[str, dict[str, Any]]] = [("", {**node, "memory": 0})] if node["default_namespace"] else []
         inherited = {name: node[name] for name in ("policy", "ttl", "ttl_from")}
         own = {option.name: option.default for option in NAMESPACE_OPTIONS} | {"memory": 0} | inherited
@@ -212,7 +266,17 @@ class _Layers:
         if strangers := sorted(self.tokens.keys() - variables.keys()):
             where = self.tokens[strangers[0]].source.removeprefix("from ")
             raise ConfigError(f"{where} is set, but there is no namespace of that name")
-        return Settings(node, [_namespace(name, options, self.tokens.get(_variable(name))) for name, options in spaces])
+        admin, controller = (self._secret(name, node[f"{name}_file"]) for name in _SECRETS)
+        return Settings(
+            node,
+            [_namespace(name, options, self.tokens.get(_variable(name))) for name, options in spaces],
+            admin,
+            controller,
+            self.contexts,
+        )
+
+    def _secret(self, name: str, path: str) -> bytes:
+        return _token(f"option '{name}_file'", path, self.secrets.get(name))
 
 
 def _variable(namespace: str) -> str:
@@ -221,26 +285,31 @@ def _variable(namespace: str) -> str:
 
 
 def _namespace(name: str, options: Mapping[str, Any], given: Given | None) -> Namespace:
-    path = options["token_file"]
     shown = f"namespace {name[:80]!r}" if name else "the default namespace"
-    if path and given is not None:
-        raise ConfigError(f"{shown} has a token_file, and a token {given.source}; give one of them")
-    token = b""
-    if path:
-        token = _token_of(path)
-    elif given is not None:
-        token = str(given.value).strip().encode()
-        if not token:
-            raise ConfigError(f"the token of {shown} is empty ({given.source}); unset the variable, or give a token")
     return Namespace(
         name,
-        token,
+        _token(shown, options["token_file"], given),
         options["memory"],
         options["policy"],
         options["disk"],
         math.inf if options["ttl"] is None else options["ttl"],
         options["ttl_from"],
+        options["remote"],
     )
+
+
+def _token(shown: str, path: str, given: Given | None) -> bytes:
+    """A token from its file or its variable; b"": there is none."""
+    if path and given is not None:
+        raise ConfigError(f"{shown} has a token_file, and a token {given.source}; give one of them")
+    if path:
+        return _token_of(path)
+    if given is None:
+        return b""
+    token = str(given.value).strip().encode()
+    if not token:
+        raise ConfigError(f"the token of {shown} is empty ({given.source}); unset the variable, or give a token")
+    return token
 
 
 def _token_of(path: str) -> bytes:

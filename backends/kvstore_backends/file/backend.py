@@ -120,6 +120,7 @@ class FileBackend(Backend):
         self._reopen_capacity = False
         self._quarantine = quarantine
         self._cap, self._policy = nbytes, policy
+        self._listeners: list[Callable[[Sequence[Key]], None]] = []
         self._root = open_root(self._calls, self._path, self.name)
         self._held = _Held(self._root, Marker(self._calls, new_writer_name))
         self._finalizer = weakref.finalize(self, self._held.close)  # for those who forget close(), and at exit
@@ -188,13 +189,29 @@ class FileBackend(Backend):
         finally:
             self._leave()
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The cap; None: there is none."""
+        return self._cap
+
+    @property
+    def records(self) -> int | None:
+        """How many there are; None: not known. With a cap it is known once the folder has been walked: at the first
+        open, and later when room must be made."""
+        capacity = self._held.capacity
+        return None if capacity is None else capacity.records
+
+    def on_evicted(self, tell: Callable[[Sequence[Key]], None]) -> None:
+        """Have `tell` called, once per batch, with the records that this process removes to keep the cap."""
+        self._listeners.append(tell)
+
     def _open_capacity(self, deadline: float) -> None:
         if self._cap is None:
             return
         old = self._held.capacity
         capacity = Capacity(
             self._calls, self._root, self._cap, self._policy, self.name, count=self._counters.add, local=self._local,
-            deadline=min(deadline, time.monotonic() + _LOCK_SECONDS),
+            deadline=min(deadline, time.monotonic() + _LOCK_SECONDS), evicted=_tell_all(self._listeners),
         )  # fmt: skip
         try:
             capacity.start(deadline)
@@ -503,3 +520,13 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _tell_all(listeners: Sequence[Callable[[Sequence[Key]], None]]) -> Callable[[Sequence[Key]], None]:
+    """Holds the listeners alone: what the finaliser holds must not hold the backend."""
+
+    def tell(keys: Sequence[Key]) -> None:
+        for each in listeners:
+            each(keys)
+
+    return tell

@@ -86,6 +86,7 @@ class Capacity:
         policy: name, see `kvstore.eviction.make_policy`.
         local: the file system lives in this kernel.
         deadline: until when to wait for processes that use the counter, in monotonic seconds.
+        evicted: told, once per batch, which records were removed to make room.
 
     Raises:
         ConfigError: unknown policy.
@@ -103,12 +104,14 @@ class Capacity:
         count: Callable[[str], None],
         local: bool,
         deadline: float,
+        evicted: Callable[[Sequence[Key]], None] = lambda keys: None,
     ) -> None:
         self.cap = cap
         self._calls = calls
         self._root = root
         self._name = name
         self._count = count
+        self._evicted = evicted
         self._prune = local and cap <= _PRUNE_BELOW
         self._policy: EvictionPolicy = make_policy(policy)
         self._evicts = not isinstance(self._policy, KeepPolicy)
@@ -155,6 +158,13 @@ class Capacity:
             return self._usage.in_use
         finally:
             self._usage.release()
+
+    @property
+    def records(self) -> int | None:
+        """Records, as known; None: the folder has not been walked to its end yet."""
+        with self._lock:
+            known = len(self._used) + len(self._cold_keys)
+        return None if self._scanned_at == float("-inf") else known
 
     # Around a put.
 
@@ -323,6 +333,7 @@ class Capacity:
         self._advance_scan(deadline)
         freed, stuck, reason = 0, 0, None
         aside: list[tuple[int, Key]] = []
+        gone: list[Key] = []
         victims = self._victims()
         try:
             while wanted(freed) > 0 and stuck < _MAX_STUCK:
@@ -362,6 +373,7 @@ class Capacity:
                     self._forget(key)
                 if removed.how is Removal.DONE:
                     freed += removed.nbytes
+                    gone.append(key)
                     self._usage.remove(removed.nbytes)
                     self._count("evicted")
         finally:
@@ -370,6 +382,8 @@ class Capacity:
                 for item in aside:
                     self._cold_keys.add(item[1])
                     heapq.heappush(self._cold, item)
+            if gone:
+                self._evicted(gone)
         return freed, stuck, reason
 
     def _victims(self) -> Generator[tuple[Key, int, bool], None, None]:

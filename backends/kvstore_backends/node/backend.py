@@ -15,6 +15,7 @@ from kvstore.metrics import Metrics
 from kvstore.registry import BackendURL
 from kvstore.wrappers.base import LocalWait
 
+from .announcing import Announcer
 from .background import run_all
 from .dial import DialMember, dialler
 from .errors import NodeDown, NodeSilent, error_of, for_another
@@ -62,6 +63,7 @@ class NodeBackend(Backend):
         self.pool = Pool(settings, source, dial or dialler(settings))
         self.metrics: Metrics = self.pool.metrics
         self._margin = Margin()
+        self._announcer = Announcer(self.pool)
         self.repairer = Repairer(
             self.name, rate=settings.repair_rate, memory=settings.repair_memory, metrics=self.metrics
         )
@@ -465,6 +467,12 @@ class NodeBackend(Backend):
             return True
         return snapshot.former is not None and node in snapshot.former.owners(key)
 
+    def announce(self, waiting: Sequence[Sequence[Key]]) -> None:
+        """The scheduler's waiting queue, first to run first: the keys of each job. Nodes bring them into memory from
+        below. Replaces the last one; an empty one ends it. Returns at once; trouble is no error. Raises `ClosedError`.
+        """
+        self._announcer.announce(waiting)
+
     def register(self, slab: Slab) -> None:
         self.pool.register(slab)
 
@@ -482,6 +490,7 @@ class NodeBackend(Backend):
     def close(self) -> None:
         if self.pool.forked:
             return
+        self._announcer.close()
         self.repairer.close()
         self.pool.close()
         self.repairer.join(_CLOSE_S)

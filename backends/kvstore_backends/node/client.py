@@ -27,6 +27,7 @@ from .protocol import (
     Malformed,
     Op,
     Status,
+    pack_announce,
     pack_data,
     pack_get,
     pack_keys,
@@ -352,6 +353,35 @@ class NodeClient(NodeCalls):
         return self.outcomes(codes, sizes, notes, keys, "put")
 
     # The rest.
+
+    def tell_waiting(self, waiting: Sequence[Sequence[Key]], *, deadline: float) -> None:
+        """Tell the node which records the jobs that wait will need, first to run first, so that it brings them up from
+        below its memory. Takes the place of what was announced before; an empty queue ends it. Of very many records
+        the first ones are told.
+
+        Raises:
+            TransientError, PermanentError: no answer, or a node that knows no announcements.
+        """
+        self.check("announce")
+        told: list[Sequence[Key]] = []
+        left = self.most_items
+        for job in waiting:
+            if left <= 0 or len(told) >= self.most_items:
+                break
+            told.append(job[:left])
+            left -= len(job)
+        try:
+            meta = pack_announce(told)
+            reply = self.call(
+                "announce", deadline, lambda line: line.channel.call(Op.ANNOUNCE, meta, deadline=deadline)
+            )
+            error = self.refusal(reply, "announce")
+        except KVStoreError:
+            raise
+        except TROUBLE as trouble:
+            raise self.error(trouble, "announce") from trouble
+        if error is not None:
+            raise error
 
     def list(self, *, deadline: float) -> Iterator[Sequence[KeyInfo]]:
         """Over a connection of its own, so that a caller who takes his time with a page keeps no lane from others."""

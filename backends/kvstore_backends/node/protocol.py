@@ -15,6 +15,8 @@ batch of 1,024 is packed and unpacked by a few calls and not by thousands:
     LIST     cursor u64 · page u32                          reply: next cursor u64 (0: the end) · n · keys · sizes u64 ·
                                                             last used f64 (seconds since the epoch)
     INFO     nothing                                        reply: msgpack map of plain facts
+    ANNOUNCE n · keys · jobs u32 · keys of each job u32     reply: nothing. The queue of the client's scheduler, first
+                                                            to run first; replaces the last one of this connection
 
 The reply to a batch, status `Status.OK`:
 
@@ -44,6 +46,7 @@ __all__ = [
     "Op",
     "PutRequest",
     "Status",
+    "pack_announce",
     "pack_data",
     "pack_get",
     "pack_keys",
@@ -52,6 +55,7 @@ __all__ = [
     "pack_page",
     "pack_put",
     "pack_ticket",
+    "unpack_announce",
     "unpack_data",
     "unpack_get",
     "unpack_keys",
@@ -77,6 +81,7 @@ class Op(enum.IntEnum):
     QUARANTINE = 6
     LIST = 7
     INFO = 8
+    ANNOUNCE = 9
 
 
 class Status(enum.IntEnum):
@@ -291,6 +296,29 @@ def unpack_ticket(meta: bytes) -> tuple[int, bytes]:
     reader = _Reader(meta)
     (ticket,) = _U64.unpack(reader.take(8))
     return int(ticket), meta[8:]
+
+
+def pack_announce(waiting: Sequence[Sequence[Key]]) -> bytes:
+    """`waiting`: keys of each job, first to run first."""
+    keys = [key for job in waiting for key in job]
+    lengths = _packed(f"<{len(waiting)}I", *map(len, waiting))
+    return b"".join((_U32.pack(len(keys)), *keys, _U32.pack(len(waiting)), lengths))
+
+
+def unpack_announce(meta: bytes) -> list[list[Key]]:
+    reader = _Reader(meta)
+    keys = reader.keys(reader.count())
+    jobs = reader.count()
+    lengths = struct.unpack(f"<{jobs}I", reader.take(4 * jobs))
+    reader.end()
+    if sum(lengths) != len(keys):
+        raise Malformed(f"jobs of {sum(lengths)} records, and {len(keys)} keys")
+    waiting: list[list[Key]] = []
+    at = 0
+    for length in lengths:
+        waiting.append(keys[at : at + length])
+        at += length
+    return waiting
 
 
 def pack_list(cursor: int, page: int) -> bytes:

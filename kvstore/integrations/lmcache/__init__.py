@@ -3,7 +3,7 @@
 | class | where LMCache loads it |
 |---|---|
 | `KVStoreL2` | MP mode: `lmcache server --l2-adapter '{"type": "native_plugin", …}'`, its most stable surface |
-| `KVStoreL2Adapter` | MP mode: the same with `"type": "plugin"`; also knows usage, and registers LMCache's memory |
+| `KVStoreL2Adapter` | MP mode: the same with `"type": "plugin"`; also knows usage, and tells listeners |
 | `KVStoreAdapter` | in-process mode: `remote_storage_plugins`; claims `kvstore+SCHEME://` URLs of `remote_url` |
 | `KVStoreConnector` | in-process mode: what `KVStoreAdapter` makes |
 

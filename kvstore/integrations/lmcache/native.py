@@ -14,8 +14,9 @@ from typing import Any
 from kvstore.backend import Outcome, Status
 from kvstore.completion import Completion
 from kvstore.errors import ClosedError, ConfigError, KVStoreError
+from kvstore.integrations._opaque import Grumbler, outcomes_of, what_failed
 
-from ._client import SIZES, Grumbler, open_client, outcomes_of, what_failed
+from ._client import SIZES, logger, open_client
 
 __all__ = ["KVStoreL2"]
 
@@ -48,7 +49,7 @@ class KVStoreL2:
         self._client = open_client("mp", remote_url, config_file, options)
         self._get = self._client.get if sizes == "exact" else self._client.get_at_most
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._grumbler = Grumbler()
+        self._grumbler = Grumbler(logger)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._answers: list[Answer] = []

@@ -20,8 +20,9 @@ from lmcache.v1.platform import create_event_notifier
 from kvstore.backend import Outcome, Status
 from kvstore.completion import Completion
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.integrations._opaque import Grumbler, outcomes_of, what_failed
 
-from ._client import SIZES, Grumbler, names_of, open_client, outcomes_of, what_failed
+from ._client import SIZES, logger, names_of, open_client
 
 __all__ = ["KVStoreL2Adapter"]
 
@@ -50,7 +51,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         remote_url, config_file = options.pop("remote_url", None), options.pop("config_file", None)
         self._client = open_client("mp", remote_url, config_file, options)
         self._get = self._client.get if sizes == "exact" else self._client.get_at_most
-        self._grumbler = Grumbler()
+        self._grumbler = Grumbler(logger)
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
         self._lock = threading.Lock()
         self._tasks = 0

@@ -25,9 +25,10 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from kvstore.backend import Status
 from kvstore.completion import Completion
 from kvstore.errors import ConfigError, KVStoreError, PermanentError
+from kvstore.integrations._opaque import outcomes_of, what_failed
 from kvstore.record import Header
 
-from ._client import logger, open_client, outcomes_of, what_failed
+from ._client import logger, open_client
 
 __all__ = ["KVStoreAdapter", "KVStoreConnector"]
 
@@ -80,7 +81,7 @@ class KVStoreAdapter(ConnectorAdapter):  # type: ignore[misc]
         remote_url: Any = settings.get("remote_url")
         elsewhere = str(getattr(context.config, "remote_url", None) or "")
         if context.plugin_name is None:
-            remote_url = context.url.removeprefix(_SCHEME)
+            remote_url = context.url  # what `kvstore+` means is the configuration's to say: `kvstore+ucx` is a scheme
         elif remote_url is None and settings.get("config_file") is None and elsewhere.startswith(_SCHEME):
             logger.info("%s: the store is the one of remote_url; the plug-in by its name stays empty", name)
             return _Nothing(context)
@@ -120,7 +121,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
 
     async def exists(self, key: Any) -> bool:
         """True if a record of this key is stored."""
-        return await self._client.store.submit_lookup(self._keys([key])) == 1
+        return await self._client.prefix(self._names([key])) == 1
 
     def exists_sync(self, key: Any) -> bool:
         """The same for LMCache's other threads; ends by `lookup_timeout`."""
@@ -132,11 +133,11 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
 
     def batched_contains(self, keys: Sequence[Any]) -> int:
         """How many leading keys are stored; ends by `lookup_timeout`."""
-        return self._client.store.submit_lookup(self._keys(keys)).result()
+        return self._client.prefix(self._names(keys)).result()
 
     async def batched_async_contains(self, lookup_id: str, keys: Sequence[Any], pin: bool = False) -> int:
         """How many leading keys are stored."""
-        return await self._client.store.submit_lookup(self._keys(keys))
+        return await self._client.prefix(self._names(keys))
 
     # Reading.
 
@@ -327,9 +328,6 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
 
     def _names(self, keys: Sequence[Any]) -> Names:
         return [key.to_string() for key in keys]
-
-    def _keys(self, keys: Sequence[Any]) -> Any:
-        return self._client.keys(self._names(keys))
 
 
 class _Nothing(RemoteConnector):  # type: ignore[misc]

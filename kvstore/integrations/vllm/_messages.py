@@ -45,6 +45,7 @@ class Load(NamedTuple):
     Attributes:
         blocks: the request's blocks in order, from its first token on, at least up to `end`.
         asynchronous: between steps, and told of once it is done; otherwise layer by layer within this step.
+        awaited: another engine is computing them: each chunk is loaded once it is stored. Only between steps.
     """
 
     request: str
@@ -54,6 +55,7 @@ class Load(NamedTuple):
     end: int
     blocks: Sequence[int]
     asynchronous: bool
+    awaited: bool = False
 
 
 class Save(NamedTuple):

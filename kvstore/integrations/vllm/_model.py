@@ -12,9 +12,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvstore.errors import ConfigError
+from kvstore.integrations._weights import model_name, model_revision
 from kvstore.layout import KVLayout, canonical_dtype
 
-from ._identity import model_name, model_revision
 from ._keys import Shard, shards_of
 from ._paging import Pages
 from ._settings import Settings

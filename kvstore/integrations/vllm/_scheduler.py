@@ -2,6 +2,9 @@
 
 A request's lookup starts when the request arrives. Until it has answered, the scheduler is told to ask again; what it
 found is announced to the workers, which bring the beginnings of it into host memory while the request waits.
+
+A request whose `kv_transfer_params` say `do_remote_prefill` is computed by another engine (docs/disaggregation.md). It
+is not looked up: its blocks are allocated at once, and workers load each chunk between steps as it appears.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.completion import CancelledError, Completion
 from kvstore.errors import ConfigError, KVStoreError
 
+from ._arrivals import announced_tokens, handed_over
 from ._keys import ContextOf, chunk_refs, hashed, keys_of, multimodal_items
 from ._messages import Announced, ChunkRef, Isolation, Load, Save, Step
 from ._paging import blocks_covering
@@ -43,12 +47,13 @@ class _State:
         hits: how many leading chunks are stored on all shards; None: not known yet.
         limit: chunks from this one on were found to be bad.
         matched: (begin, end) of the tokens that were offered to the scheduler last.
+        awaited: tokens from the first one on that another engine is computing; None: it is not.
         saved: chunks before this one are stored, or being stored.
         tail_saved: the same of the prompt's last, partial chunk.
     """
 
     __slots__ = (
-        "hashed_tokens", "hashes", "hits", "isolation", "items", "limit", "lookups", "matched", "request",
+        "awaited", "hashed_tokens", "hashes", "hits", "isolation", "items", "limit", "lookups", "matched", "request",
         "saved", "tail_saved",
     )  # fmt: skip
 
@@ -62,6 +67,7 @@ class _State:
         self.hits: int | None = None
         self.limit: int | None = None
         self.matched = (0, 0)
+        self.awaited = announced_tokens(request)
         self.saved = 0
         self.tail_saved = False
 
@@ -93,7 +99,7 @@ class SchedulerSide:
     ) -> None:
         self.store = store
         self.chunk_size = store.config.chunk_size
-        self.asynchronous = asynchronous
+        self._asynchronous = asynchronous
         self._unfull = store.config.save_unfull_chunk
         self._contexts = contexts
         self._isolation = isolation
@@ -107,7 +113,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._loading: dict[str, Load] = {}  # until it is known how they went
         self._bad: set[int] = set()  # blocks of failed loads that nobody has computed since
-        self.counters = dict.fromkeys(("lookups", "lookup_hit_tokens", "lookup_pending", "failed_tokens"), 0)
+        self.counters = dict.fromkeys(("lookups", "lookup_hit_tokens", "lookup_pending", "failed_tokens", "awaited"), 0)
 
     # A request comes, waits, is scheduled and ends.
 
@@ -133,7 +139,7 @@ class SchedulerSide:
             for lookup in state.lookups or ():
                 lookup.cancel()
             state.isolation = state.isolation._replace(epoch=self._epoch)
-            state.hits = state.lookups = state.limit = None
+            state.hits = state.lookups = state.limit = state.awaited = None
             state.saved, state.tail_saved = 0, False
 
     def matched(self, request: Any, computed: int) -> int | None:
@@ -151,6 +157,11 @@ class SchedulerSide:
         state.matched = (computed, max(end, computed))
         return max(0, int(end) - computed)
 
+    def between_steps(self, request: Any) -> bool:
+        """Whether what `matched` offered is loaded between steps."""
+        state = self._states.get(request.request_id)
+        return self._asynchronous or (state is not None and state.awaited is not None)
+
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """The request has its blocks, and `external` of the tokens that were offered are to be loaded into them."""
         request_id = request.request_id
@@ -162,6 +173,7 @@ class SchedulerSide:
             state.hits = None  # if it comes again, its lookup does
             state.saved = max(state.saved, min(hits, len(self._full(state))))
             state.tail_saved = state.tail_saved or hits > len(self._full(state))
+        awaited, state.awaited = state.awaited is not None, None  # if it comes again, it is looked up
         if not external:
             return
         begin = state.matched[0]
@@ -169,18 +181,23 @@ class SchedulerSide:
         if end > state.matched[1]:
             raise ConfigError(f"{external} tokens are to be loaded, but only {state.matched[1] - begin} were offered")
         chunks = [chunk for chunk in self._chunks(state) if chunk.begin < end and chunk.end > begin]
-        load = Load(request_id, state.isolation, chunks, begin, end, tuple(blocks), self.asynchronous)
+        between = self._asynchronous or awaited
+        load = Load(request_id, state.isolation, chunks, begin, end, tuple(blocks), between, awaited)
         self._loading[request_id] = load
         self._loads.append(load)
         if self._bad:
             self._bad.difference_update(blocks[begin // self._block_size : -(-end // self._block_size)])
-        self.counters["lookup_hit_tokens"] += external
+        if awaited:
+            self.counters["awaited"] += 1
+        else:
+            self.counters["lookup_hit_tokens"] += external
 
     def step(self, scheduled: Iterable[Scheduled], blocks_of: BlocksOf) -> Step:
         """What the workers have to do in the step that was just planned."""
         loads, self._loads = self._loads, []
-        if not self.asynchronous:  # the step that loaded others has ended
-            self._loading = {load.request: load for load in loads}
+        for load in [each for each in self._loading.values() if not each.asynchronous]:
+            del self._loading[load.request]  # the step that loaded it has ended
+        self._loading.update((load.request, load) for load in loads)
         work = list(scheduled)
         dirty, spoiled = self._dirty(work, blocks_of) if self._bad else (set(), set())
         saves = []
@@ -201,23 +218,29 @@ class SchedulerSide:
             blocks_of: the blocks of a request as they are now.
 
         Returns:
-            Blocks that hold no good KV: those, and the ones behind them of every request that has them.
+            Blocks that hold no good KV, and that others may find: those, and the ones behind them of every request
+            that has them. Not those of loads between steps, which nobody has seen.
         """
-        spoiled = set(invalid)
+        visible = set(invalid)
+        spoiled = set[int]()
         for request_id, load in self._loading.items():  # also of requests that were aborted meanwhile
             for index in blocks_covering(load.begin, load.end, self._block_size):
                 if load.blocks[index] in invalid:
                     first = max(index * self._block_size, load.begin)
                     self.counters["failed_tokens"] += load.end - first
-                    spoiled.update(load.blocks[index:])
+                    if load.asynchronous:
+                        visible.difference_update(load.blocks[index:])
+                    else:
+                        spoiled.update(load.blocks[index:])
                     if request_id in self._states:
                         self._forget(self._states[request_id], first // self.chunk_size)
                     break
-        if self.asynchronous:  # nobody has seen these blocks
+        spoiled |= visible
+        if not visible:
             return spoiled
         for request_id, state in self._states.items():
             table = blocks_of(request_id) or ()
-            lost = [number for number, block in enumerate(table) if block in invalid]
+            lost = [number for number, block in enumerate(table) if block in visible]
             if lost:
                 spoiled.update(table[lost[0] :])
                 state.saved = min(state.saved, lost[0] * self._block_size // self.chunk_size)
@@ -256,13 +279,19 @@ class SchedulerSide:
         for request_id in request_ids:
             self._loading.pop(request_id, None)
 
-    def finished(self, request_id: str) -> None:
-        """A request has ended, or was aborted."""
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """A request has ended, or was aborted. Returns what its answer tells the engine that goes on with it, if it was
+        sent here for its prefill."""
         state = self._states.pop(request_id, None)
         self._queue.pop(request_id, None)
-        if state is not None:
-            for lookup in state.lookups or ():
-                lookup.cancel()
+        if state is None:
+            return None
+        for lookup in state.lookups or ():
+            lookup.cancel()
+        if not self._saves_wanted:
+            return None
+        request = state.request
+        return handed_over(request, request.num_prompt_tokens if state.tail_saved else state.saved * self.chunk_size)
 
     @property
     def outstanding(self) -> int:
@@ -278,6 +307,9 @@ class SchedulerSide:
         if not state.hashes or not self._loads_wanted:
             state.hits, state.lookups = 0, None
             return False
+        if state.awaited is not None:
+            state.hits, state.lookups = self._announced_chunks(state, state.awaited), None
+            return bool(state.hits)
         self.counters["lookups"] += 1
         try:
             keys = [keys_of(context(state.isolation), state.hashes) for context in self._contexts]
@@ -307,7 +339,7 @@ class SchedulerSide:
         for state in self._queue.values():
             if len(queue) == _ANNOUNCED:
                 break
-            if self._answered(state) and state.hits:
+            if state.awaited is None and self._answered(state) and state.hits:
                 begin = state.matched[0]
                 chunks = [chunk for chunk in self._chunks(state)[: state.hits] if chunk.end > begin]
                 if chunks:
@@ -316,6 +348,10 @@ class SchedulerSide:
             return None
         self._told = queue
         return queue
+
+    def _announced_chunks(self, state: _State, tokens: int) -> int:
+        """How many chunks lie within so many tokens."""
+        return sum(chunk.end <= tokens for chunk in self._chunks(state))
 
     # Chunks.
 

@@ -11,11 +11,21 @@ from typing import Any
 
 from kvstore.config import load_config
 from kvstore.errors import ConfigError
+from kvstore.options import parse_duration
 from kvstore.store import Store
 
 __all__ = ["Settings", "SharedStore"]
 
+PREFILL_TIMEOUT_S = 10.0
 LOAD_MODES = ("auto", "layerwise", "async")
+
+_OWN = ("model_name", "revision", "load_mode", "save_generated", "prefill_timeout")
+_NO_BLENDING = (
+    "enable_blending cannot be had in vLLM: its connectors say how many of a prompt's first tokens are loaded, and all "
+    "others are computed in full, so a chunk behind other tokens than those it was computed behind is neither skipped "
+    "nor repaired. Here an exact prefix is reused (a shared introduction and the document that follows it, say); "
+    "blending is in kvstore.blend, with transformers. Leave enable_blending out; see 'Blending' in docs/vllm.md"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +36,13 @@ class Settings:
         remote_url, config_file: of the store, as in `kvstore.open_store`.
         options: any other option of `kvstore.config`.
         model_name: in the keys; None: vLLM's model, of a local folder the last part.
-        revision: of the weights, in the keys; None: what `_identity.model_revision` finds. One that is given is a
+        revision: of the weights, in the keys; None: what `_weights.model_revision` finds. One that is given is a
             promise, and must change with whatever changes the KV (overrides, quantisation).
         load_mode: "layerwise": within the step, each layer before it is computed. "async": between steps; other
             requests go on meanwhile. "auto": layerwise where it is safe (one rank, no asynchronous scheduling).
         save_generated: chunks that are generated are saved like those of prompts.
+        prefill_timeout: of a prompt that another engine computes, how long no further chunk may come until this one
+            computes the rest itself. Seconds; as an option also with a unit ("500ms").
     """
 
     remote_url: Any = None
@@ -40,6 +52,7 @@ class Settings:
     revision: str | None = None
     load_mode: str = "auto"
     save_generated: bool = True
+    prefill_timeout: float = PREFILL_TIMEOUT_S
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
@@ -49,9 +62,9 @@ class Settings:
             ConfigError: a value that makes no sense; options of the store are checked when it is opened.
         """
         given = dict(extra)
-        own = {
-            name: given.pop(name) for name in ("model_name", "revision", "load_mode", "save_generated") if name in given
-        }
+        own = {name: given.pop(name) for name in _OWN if name in given}
+        if "prefill_timeout" in own:
+            own["prefill_timeout"] = parse_duration(own["prefill_timeout"], name="prefill_timeout")
         settings = cls(given.pop("remote_url", None), given.pop("config_file", None), given, **own)
         if settings.load_mode not in LOAD_MODES:
             raise ConfigError(f"load_mode={settings.load_mode!r} is not known; use one of {', '.join(LOAD_MODES)}")
@@ -106,6 +119,8 @@ class SharedStore:
             if shared is None:
                 options = {"on_error": "miss", **settings.options}
                 config = load_config(settings.remote_url, config_file=settings.config_file, **options)
+                if config.enable_blending:
+                    raise ConfigError(_NO_BLENDING)
                 shared = cls._open[name] = cls(name, Store(config))
             shared._users += 1
             return shared

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,16 @@ from kvstore.completion import CancelledError
 from kvstore.errors import KVStoreError
 from kvstore.keys import Key
 from kvstore.layout import KVLayout
-from kvstore.prefetch import Chunk, ChunkSave, LayerPlan, LayerSave, LayerStream, LayerWriter, LoadedLayer, Prefetcher
+from kvstore.prefetch import Chunk, ChunkSave, LayerPlan, LayerSave, LayerWriter, LoadedLayer, Prefetcher
 from kvstore.record import RecordSpec, kv_spec
 
+from ._arrivals import Arrivals
 from ._keys import ContextOf, keys_of
+from ._loads import Awaiting, BetweenSteps, Loading
 from ._messages import Announced, ChunkRef, Isolation, Load, Save, Step
 from ._mover import Mover, Piece, mover_for
 from ._paging import Pages, blocks_covering
+from ._settings import PREFILL_TIMEOUT_S
 
 if TYPE_CHECKING:
     from kvstore.store import Store
@@ -38,29 +41,8 @@ logger = logging.getLogger("kvstore.integrations.vllm")
 
 _COMPUTE_S = 5.0  # a save has the store's put_timeout after its step, which is thought to take no longer than this,
 _COMPUTE_SHARE = 2.0  # or so many times the longest step so far
-_POLL_S = 0.001  # between looks at asynchronous loads, while there are any
 
 Counters = dict[str, float]
-
-
-class _Loading:
-    """One load under way."""
-
-    def __init__(self, load: Load, stream: LayerStream | None) -> None:
-        self.load = load
-        self.stream = stream  # None: it could not begin
-        self.next_layer = 0
-        self.good = 0 if stream is None else len(load.chunks)
-        self.nbytes = 0
-        self.started = time.monotonic()
-
-    def failed_blocks(self, block_size: int) -> set[int]:
-        """Blocks that hold tokens of chunks that did not come."""
-        load = self.load
-        if self.good == len(load.chunks):
-            return set()
-        begin = max(load.begin, load.chunks[self.good].begin)
-        return {load.blocks[index] for index in blocks_covering(begin, load.end, block_size)}
 
 
 class _Saving:
@@ -81,6 +63,7 @@ class WorkerSide:
         layout, dtype: of this rank's KV cache.
         pages: of each layer, in the order of the record's segments.
         writes: this rank stores what it computes; of several ranks with the same KV only one does.
+        prefill_timeout: how long nothing may come of a prompt that another engine computes. Seconds.
         meta: what records say of themselves, besides their place in the prompt.
     """
 
@@ -93,6 +76,7 @@ class WorkerSide:
         dtype: torch.dtype,
         pages: Sequence[Pages],
         writes: bool = True,
+        prefill_timeout: float = PREFILL_TIMEOUT_S,
         meta: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.store = store
@@ -102,6 +86,7 @@ class WorkerSide:
         self._pages = pages
         self._block_size = pages[0].block_size
         self._writes = writes
+        self._prefill_timeout = prefill_timeout
         self._meta = meta
         self._prefetcher = Prefetcher(store)
         self._writer = LayerWriter(store)
@@ -112,19 +97,19 @@ class WorkerSide:
         self._step = Step()
         self._step_begun = time.monotonic()
         self._longest_step = 0.0
-        self._loading: list[_Loading] = []  # of this step
+        self._loading: list[Loading] = []  # of this step
         self._savings: list[_Saving] | None = None  # None: not begun in this step
         self._saved_layers: set[int] = set()
         self._open: list[AbstractContextManager[Any]] = []  # layers being copied from a device
         self._held: list[tuple[Any, LoadedLayer]] = []  # layers being copied to a device
         self._failed: set[int] = set()  # blocks, not reported yet
         self._spoiled: set[int] = set()  # blocks that this step could not load
-        self._between = _BetweenSteps(self._advance, self._ended)
+        self._between = BetweenSteps(self._advance, self._ended)
         self._lock = threading.Lock()  # guards what follows, and `_failed`
         self._finished: set[str] = set()
         self.counters: Counters = dict.fromkeys(
             ("loads", "loads_failed", "load_tokens", "load_bytes", "load_seconds", "failed_blocks", "save_chunks",
-             "save_dropped", "save_bytes", "wait_seconds"), 0.0,
+             "save_dropped", "save_bytes", "wait_seconds", "arrived_chunks", "prefills_lost"), 0.0,
         )  # fmt: skip
 
     # A step.
@@ -146,7 +131,7 @@ class WorkerSide:
         """Everything this step loads is asked for. Returns at once."""
         loads, self._step = self._step.loads, Step(saves=self._step.saves)
         for load in loads:
-            loading = self._start(load)
+            loading = self._await(load) if load.awaited else self._start(load)
             if load.asynchronous:
                 self._between.add(loading)
             else:
@@ -210,6 +195,10 @@ class WorkerSide:
             finished, self._finished = self._finished, set()
         return finished
 
+    def drop(self, request_ids: Collection[str]) -> None:
+        """These requests have ended: what of them still waits for another engine does not any more."""
+        self._between.drop(request_ids)
+
     def take_failed(self) -> set[int]:
         """Blocks that could not be loaded, as far as they were not told of before."""
         with self._lock:
@@ -240,15 +229,19 @@ class WorkerSide:
         except KVStoreError as error:
             logger.warning("nothing is loaded ahead: %s", error)
 
-    def _start(self, load: Load) -> _Loading:
+    def _start(self, load: Load) -> Loading:
         deadline = time.monotonic() + self.store.config.blocking_timeout
         try:
-            return _Loading(load, self._prefetcher.start(self._plan(load.isolation, load.chunks, deadline)))
+            return Loading(load, self._prefetcher.start(self._plan(load.isolation, load.chunks, deadline)))
         except KVStoreError as error:
             logger.warning("request %s is computed, not loaded: %s", load.request, error)
-            return _Loading(load, None)
+            return Loading(load, None)
 
-    def _load_layer(self, loading: _Loading, layer: int) -> None:
+    def _await(self, load: Load) -> Loading:
+        keys = keys_of(self._context(load.isolation), [chunk.hash for chunk in load.chunks])
+        return Awaiting(load, Arrivals(self.store, keys, patience=self._prefill_timeout))
+
+    def _load_layer(self, loading: Loading, layer: int) -> None:
         """Wait for a layer, and copy it into the pages."""
         load, stream = loading.load, loading.stream
         assert stream is not None
@@ -275,7 +268,7 @@ class WorkerSide:
         if not load.asynchronous:
             self._let_go()
 
-    def _close(self, loading: _Loading) -> None:
+    def _close(self, loading: Loading) -> None:
         stream, loading.stream = loading.stream, None
         if stream is not None:
             loading.good = min(loading.good, stream.hit_prefix)
@@ -288,8 +281,10 @@ class WorkerSide:
             event.synchronize()
             loaded.release()
 
-    def _advance(self, loading: _Loading) -> bool:
+    def _advance(self, loading: Loading) -> bool:
         """An asynchronous load: copy what has come, without waiting. True once it has ended."""
+        if isinstance(loading, Awaiting):
+            return self._advance_awaiting(loading)
         while loading.good and loading.next_layer < len(self._pages):
             stream = loading.stream
             if stream is None or not stream.ready(loading.next_layer):
@@ -299,11 +294,40 @@ class WorkerSide:
         self._between_mover.finish()
         return True
 
-    def _ended(self, loading: _Loading, failed: set[int] | None = None) -> None:
+    def _advance_awaiting(self, loading: Awaiting) -> bool:
+        while True:
+            part = loading.part
+            if part is None:
+                come = None if loading.dropped else loading.next_part()
+                if come is None:
+                    over = loading.dropped or loading.arrivals.over
+                    if over:
+                        loading.arrivals.close()
+                    return over
+                part = loading.part = self._start(come)
+            if not self._advance(part):
+                return False
+            loading.part = None
+            loading.good += part.good
+            loading.nbytes += part.nbytes
+            with self._lock:
+                self.counters["arrived_chunks"] += part.good
+            if part.good < len(part.load.chunks):  # it was there, and could not be had
+                loading.arrivals.close()
+                return True
+
+    def _ended(self, loading: Loading, failed: set[int] | None = None) -> None:
         load = loading.load
         if failed is None:
             failed = loading.failed_blocks(self._block_size)
-        if failed:
+        lost = bool(failed) and load.awaited
+        if lost:
+            logger.warning(
+                "request %s: %d of %d chunks came from the engine that computes its prefill; the others are computed "
+                "here%s", load.request, loading.good, len(load.chunks),
+                "" if loading.good else " (are model, weights, dtype, chunk_size and namespace the same there?)",
+            )  # fmt: skip
+        elif failed:
             logger.info("request %s: %d of %d blocks are computed, not loaded", load.request, len(failed),
                         len(blocks_covering(load.begin, load.end, self._block_size)))  # fmt: skip
         with self._lock:
@@ -313,6 +337,7 @@ class WorkerSide:
             counters = self.counters
             counters["loads"] += 1
             counters["loads_failed"] += bool(failed)
+            counters["prefills_lost"] += lost
             counters["failed_blocks"] += len(failed)
             counters["load_bytes"] += loading.nbytes
             counters["load_seconds"] += time.monotonic() - loading.started
@@ -384,57 +409,3 @@ class WorkerSide:
             "layers": self._layout.num_layers, "kv_heads": self._layout.num_kv_heads,
             "head_dim": self._layout.head_dim, "rope": "applied", "rotary": None,
         }  # fmt: skip
-
-
-class _BetweenSteps:
-    """A thread that brings asynchronous loads forward while there are any. It waits for none of them, so that one that
-    hangs holds up no other."""
-
-    def __init__(self, advance: Callable[[_Loading], bool], ended: Callable[[_Loading], None]) -> None:
-        self._advance, self._end = advance, ended
-        self._work = threading.Condition()
-        self._active: list[_Loading] = []
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def add(self, loading: _Loading) -> None:
-        """Begin to look after a load."""
-        with self._work:
-            self._active.append(loading)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvstore-vllm-loads", daemon=True)
-                self._thread.start()
-            self._work.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._work:
-                while not self._active and not self._closed:
-                    self._work.wait()
-                if self._closed:
-                    return
-                active = list(self._active)
-            over = []
-            for loading in active:
-                try:
-                    if not self._advance(loading):
-                        continue
-                except Exception:  # it must be reported, or its request would wait for ever
-                    logger.exception("request %s is computed, not loaded", loading.load.request)
-                    loading.good = 0
-                over.append(loading)
-            for loading in over:
-                self._end(loading)
-            with self._work:
-                self._active = [each for each in self._active if each not in over]
-                if self._active and not over:
-                    self._work.wait(_POLL_S)
-
-    def close(self) -> None:
-        """Stop. Loads that have not ended are not told of."""
-        with self._work:
-            self._closed = True
-            self._work.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join(5)

@@ -24,9 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.integrations._weights import adapter_identity
 from kvstore.keys import KeyContext
 
-from ._identity import adapter_identity
 from ._keys import ContextOf, Shard
 from ._messages import Isolation, Step
 from ._model import Model, revision_of
@@ -141,7 +141,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1. None while the lookup is under way."""
         found = self.scheduler.matched(request, num_computed_tokens)
-        return found, bool(found) and self._asynchronous
+        return found, bool(found) and self.scheduler.between_steps(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See KVConnectorBase_V1."""
@@ -171,14 +171,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             spoiled = self.scheduler.failed(
                 connector_output.invalid_block_ids, lambda request_id: manager.get_block_ids(request_id)[group]
             )
-            if not self._asynchronous:
+            if spoiled:
                 manager.evict_blocks(spoiled)
         self.scheduler.loaded(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See KVConnectorBase_V1. Blocks may be freed at once: what is saved has been copied out of them."""
-        self.scheduler.finished(request.request_id)
-        return False, None
+        """See KVConnectorBase_V1. Blocks may be freed at once: what is saved has been copied out of them. If the
+        request was sent here for its prefill, its answer tells the engine that goes on what there is to load."""
+        return False, self.scheduler.finished(request.request_id)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -204,6 +204,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             dtype=self._model.torch_dtype,
             pages=self._model.pages(kv_caches, shard.layout),
             writes=shard.writer,
+            prefill_timeout=self._settings.prefill_timeout,
             meta=lambda: {
                 "model": self._model.name, "revision": self._revision,
                 "namespace": self._shared.store.config.namespace,
@@ -260,7 +261,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.finish()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See KVConnectorBase_V1. Loads between steps; saves hold no block, so they have nothing to tell."""
+        """See KVConnectorBase_V1. Loads between steps; saves hold no block, so they have nothing to tell. What waits
+        for another engine's prefill does so no more once its request was aborted."""
+        if finished_req_ids:
+            self.worker.drop(finished_req_ids)
         return None, self.worker.take_finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

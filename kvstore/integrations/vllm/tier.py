@@ -26,11 +26,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstore.backend import Outcome
 from kvstore.completion import CancelledError, Completion
 from kvstore.errors import KVStoreError, TransientError
+from kvstore.integrations._weights import folder_fingerprint, model_name
 from kvstore.keys import Key, opaque_key
 from kvstore.record import opaque_spec
 from kvstore.targets import Item, Want
 
-from ._identity import folder_fingerprint, model_name
 from ._settings import Settings, SharedStore
 
 __all__ = ["KVStoreTier"]

@@ -1,5 +1,5 @@
-"""`DiskTier`: the folder below a node's memory. Records are written behind (`_node_backlog`), and read back into
-reserved memory.
+"""`Below`: what lies below a node's memory, a folder, a remote place, or both (`_node_tiers`). Records are written
+behind (`_node_backlog`), and read back into reserved memory.
 
 Reading back never waits for a writer, who may have stopped: its reservation is rivalled, and who is ready first wins.
 Several readers of one record bring it up once. While a record is being removed it is neither written nor brought up,
@@ -9,36 +9,59 @@ and a read that was under way when that began is not believed: what was removed 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import logging
 import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvstore.backend import MISS, Backend, KeyInfo, Outcome, Read
+from kvstore.backend import MISS, Backend, KeyInfo, Outcome, Read, Write
 from kvstore.errors import ConfigError, KVStoreError, TransientError
 from kvstore.eviction import FIFOPolicy
 from kvstore.keys import Key
-from kvstore.registry import BackendURL, open_backend, parse_url
+from kvstore.metrics import Metrics
+from kvstore.registry import BackendURL
+from kvstore.wrappers import BreakerBackend, BreakerState, Wrapper, unwrap
 
 from ._memory_reservation import Expiry, Record, Reservation
 from ._memory_store import MemoryStore
 from ._node_backlog import Backlog
-from .file.naming import record_path
+from ._node_tiers import DISK, Lower, Note, check_disk, open_lower
+from .file.backend import FileBackend
+from .file.naming import OWN, record_path
+from .node.background import Background
 
-__all__ = ["DiskTier", "Loaded"]
+__all__ = ["GLANCE_S", "Below", "Loaded", "before"]
 
 logger = logging.getLogger("kvstore.node")
 
 _SWEEP_S = 600.0  # for one walk
 _ROOM_S = 5.0  # longest wait for memory
 _LAG = 0.1  # of a ttl, by which a use in memory may be unknown to the folder
+_MARGIN, _MOST_MARGIN_S = 0.1, 0.05
+_PROBE_S = 5.0
+_PROBE_KEY = Key(hashlib.sha256(b"kvstore node probe").digest())
+
+GLANCE_S = 1.0
+"""Longest wait of a put for the answer whether a record is below, in seconds; then it is taken for new."""
+
+
+def before(deadline: float) -> float:
+    """When what lies below must have answered a request that ends at `deadline`: a tenth of the time before, at most 50
+    ms. So what memory has of a batch reaches the client although the rest hangs."""
+    left = deadline - time.monotonic()
+    if left <= 0 or left == math.inf:
+        return deadline
+    return deadline - min(left * _MARGIN, _MOST_MARGIN_S)
 
 
 class Loaded(NamedTuple):
-    """What `DiskTier.load` brought.
+    """What `Below.load` brought.
 
     Attributes:
         records: with one reader each, for `MemoryStore.let_go`.
@@ -51,35 +74,74 @@ class Loaded(NamedTuple):
     elsewhere: list[Key]
 
 
-class DiskTier:
-    """A folder below a `MemoryStore`.
-
-    Args:
-        url: `file:///folder?…`, with the options of that backend.
-        store: the memory above it.
-        backlog_bytes: most bytes that wait to be written.
+class FolderUsage(NamedTuple):
+    """Of a folder with a cap; of one without it nothing is known.
 
     Attributes:
-        backlog: has records written.
-
-    Raises:
-        ConfigError: not a file URL, its options are wrong, or they cannot go together with `store.expiry`.
+        used, capacity: bytes.
+        records: -1: not known.
+        evicted: records that went for want of room.
     """
 
-    def __init__(self, url: str, store: MemoryStore, *, backlog_bytes: int) -> None:
-        parsed = parse_url(url)
-        if parsed.scheme != "file":
-            raise ConfigError(f"the disk below a node is a folder, file:///…, not {parsed.scheme}://")
-        self._folder = parsed.path
+    used: int
+    capacity: int
+    records: int
+    evicted: int
+
+
+class Below:
+    """What lies below a `MemoryStore`.
+
+    Args:
+        disk: `file:///folder?…`, with the options of that backend; "": no folder.
+        remote: any URL of `kvstore`; "": nothing. At least one of the two is given.
+        store: the memory above it.
+        backlog_bytes: most bytes that wait to be written.
+        note: told what comes into the folder and leaves it.
+
+    Attributes:
+        lower: what it is.
+        backend: likewise, as one backend.
+        backlog: has records written.
+        metrics: what a hierarchy's wrappers count.
+
+    Raises:
+        ConfigError: a URL or its options are wrong, or they cannot go together with `store.expiry`.
+    """
+
+    def __init__(
+        self, disk: str, remote: str, store: MemoryStore, *, backlog_bytes: int,
+        note: Note = lambda tier, op, keys: None,
+    ) -> None:  # fmt: skip
         self._store = store
         self._expiry: Expiry = store.expiry
-        self._check_expiry(parsed)
+        self._folder = ""
+        if disk:
+            parsed = check_disk(disk)
+            self._folder = parsed.path
+            self._check_expiry(parsed)
+        if remote and self._expiry.ttl != math.inf:
+            raise ConfigError(
+                "ttl and remote do not go together: what is too old here would come back from there. Have the remote "
+                "place remove what is old (of a bucket: a lifecycle rule), and leave ttl out"
+            )
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._loading: dict[Key, set[Key]] = {}  # being read back, with those of the same load that are not to come up
+        self._removing: Counter[Key] = Counter()
+        self._replacing: set[Key] = set()
         self._loaded = self._expired = 0
-        self.backend: Backend = open_backend(parsed)
+        self._closed = False
+        self.metrics = Metrics(())
+        self.lower: Lower = open_lower(disk, remote, self.metrics, note)
+        self.backend: Backend = self.lower.backend
+        tiers = self.lower.tiers
+        if tiers is not None:
+            self.metrics.before_snapshot(lambda: tiers.publish(self.metrics))
         self.backlog = Backlog(self.backend, store, most_bytes=backlog_bytes, prepare=self._drop_expired)
+        self._prober = Background(self._probe, "kvstore-node-probe")
+        self._next_probe = 0.0
+        self._claim: int | None = None
 
     def _check_expiry(self, url: BackendURL) -> None:
         capped = "bytes" in url.options and url.options.get("policy", "lru") != FIFOPolicy.name
@@ -220,15 +282,56 @@ class DiskTier:
         Yields:
             those that were still being written at the deadline, and so cannot be removed.
         """
+        barred = self._enter(keys, deadline)
         late = self.backlog.hold(keys, deadline)
         try:
             with self._lock:
                 for key in keys:
                     if key in self._loading:
                         self._loading[key].add(key)
-            yield late
+            yield late | barred
         finally:
             self.backlog.release(keys)
+            self._leave([key for key in {*keys} if key not in barred])
+
+    def _enter(self, keys: Collection[Key], deadline: float) -> set[Key]:
+        """Note that they are being removed; returns those that are still being replaced at the deadline."""
+        with self._lock:
+            while not self._replacing.isdisjoint(keys) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+            barred = self._replacing.intersection(keys)
+            self._removing.update({*keys} - barred)
+        return barred
+
+    def _leave(self, keys: Sequence[Key]) -> None:
+        with self._lock:
+            self._removing.subtract(keys)
+            for key in keys:
+                if self._removing[key] <= 0:
+                    del self._removing[key]
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def replacing(self, keys: Collection[Key], deadline: float) -> Iterator[set[Key]]:
+        """While records get other bytes: as `removing`, and nobody else removes them meanwhile, so that what he removed
+        does not come back.
+
+        Yields:
+            those that somebody else was removing, or that were being written, until the deadline.
+        """
+        with self._lock:
+            while any(key in self._removing for key in keys) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+            mine = {key for key in keys if key not in self._removing and key not in self._replacing}
+            self._replacing |= mine
+        late = self.backlog.hold(mine, deadline)
+        try:
+            yield {key for key in keys if key not in mine} | late
+        finally:
+            self.backlog.release(mine)
+            with self._lock:
+                self._replacing -= mine
+                self._changed.notify_all()
 
     def pages(self, deadline: float) -> Iterator[Sequence[KeyInfo]]:
         """As `Backend.list`, without records whose time has come."""
@@ -299,11 +402,100 @@ class DiskTier:
         with self._lock:
             return {**self.backlog.counts()._asdict(), "loaded": self._loaded, "expired": self._expired}
 
+    def folder_usage(self) -> FolderUsage:
+        """Of a folder that is alone below the memory."""
+        inner = unwrap(self.backend)
+        if not isinstance(inner, FileBackend) or inner.capacity_bytes is None:
+            return FolderUsage(0, 0, -1, 0)
+        used = 0
+        with contextlib.suppress(KVStoreError):
+            used = inner.bytes_in_use(deadline=time.monotonic() + 1.0)
+        records, evicted = inner.records, inner.counters.get("evicted", 0)
+        return FolderUsage(used, inner.capacity_bytes, -1 if records is None else records, evicted)
+
+    def troubles(self) -> list[tuple[str, str]]:
+        """(tier, sentence) of each place that fails just now."""
+        found = []
+        for place in self.lower.places:
+            state = _breaker_state(place.backend)
+            if state is not None and state is not BreakerState.CLOSED:
+                found.append((place.name, f"tier {place.name} does not answer and is left alone: {place.url}"))
+            elif place.number < 0 and self.backlog.failing:
+                found.append((place.name, f"tier {place.name} takes no records: {place.url}"))
+        return found
+
+    def look_again(self) -> None:
+        """Try a folder that fails, in the background, every few seconds: a node that is not ready gets no requests, so
+        nobody else may ever try it."""
+        now = time.monotonic()
+        if now >= self._next_probe and any(tier == DISK for tier, _ in self.troubles()):
+            self._next_probe = now + _PROBE_S
+            self._prober.wake()
+
+    def _probe(self) -> float:
+        backend = self.lower.places[0].backend
+        deadline = time.monotonic() + _PROBE_S
+        stored = backend.put([Write(_PROBE_KEY, [memoryview(b"probe")])], deadline=deadline)[0].stored
+        if stored:
+            backend.delete([_PROBE_KEY], deadline=deadline)
+            self.backlog.failing = False
+        backend.stat([_PROBE_KEY], deadline=deadline)
+        return math.inf
+
+    def claim(self) -> None:
+        """Have the folder for ourselves: two nodes would count, evict and bring down each other's records. Raises
+        `ConfigError`: another one has it. It ends with `close`, or with this process; where a file system knows no
+        locks, nobody is kept out."""
+        if not self._folder or self._claim is not None:
+            return
+        try:
+            fd = os.open(f"{self._folder}/{OWN}/node", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            logger.debug("%s cannot be locked: %s", self._folder, error)
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"the folder {self._folder} is the disk of another node that runs; each needs its own", cause=error
+            ) from error
+        except OSError as error:
+            logger.debug("%s cannot be locked: %s", self._folder, error)
+            os.close(fd)
+            return
+        self._claim = fd
+
     def settle(self, timeout: float) -> bool:
-        """Wait until nothing waits to be written; False if something still does after `timeout` seconds."""
-        return self.backlog.settle(timeout)
+        """Wait until nothing waits to be written; False if something still does after `timeout` seconds. With a remote
+        place: until it has all that the folder owes it."""
+        end = time.monotonic() + timeout
+        if not self.backlog.settle(timeout):
+            return False
+        tiers = self.lower.tiers
+        return tiers is None or not tiers.drain(end)
 
     def close(self, timeout: float) -> None:
-        """Write what waits, for `timeout` seconds at most, and close the folder."""
+        """Write what waits, for `timeout` seconds at most, and close what lies below. What a folder owes the remote
+        place after that is named in the log; it is brought there later, at the latest when it must leave the folder."""
+        end = time.monotonic() + timeout
+        self._prober.close()
         self.backlog.close(timeout)
+        tiers = self.lower.tiers
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if tiers is not None and first:
+            tiers.drain(end)
         self.backend.close()
+        fd, self._claim = self._claim, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _breaker_state(backend: Backend) -> BreakerState | None:
+    """Of the breaker among the wrappers of a backend; None: there is none."""
+    while isinstance(backend, Wrapper):
+        if isinstance(backend, BreakerBackend):
+            return backend.state
+        backend = backend.inner
+    return None

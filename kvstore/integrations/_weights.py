@@ -85,7 +85,7 @@ def model_revision(path: str, revision: str | None, config: Mapping[str, Any], s
     elif revision:
         weights = revision
     else:
-        raise ConfigError(f"which weights {path!r} has cannot be told; give a revision (in kv_connector_extra_config)")
+        raise ConfigError(f"which weights {path!r} has cannot be told; give a revision")
     kept = {str(name): value for name, value in config.items() if name not in _NOT_THE_MODEL}
     text = json.dumps([weights, kept, dict(settings)], sort_keys=True, default=str)
     return xxhash.xxh3_128(text.encode()).hexdigest()

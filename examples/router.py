@@ -1,0 +1,300 @@
+"""A proxy in front of OpenAI-compatible servers that sends each prompt where its KV cache is.
+
+    pip install 'kvstore[control]'
+    python examples/router.py --listen 127.0.0.1:8000 --controller http://127.0.0.1:9090 --context context.yaml \\
+        --engine n0=http://10.0.0.1:8000 --engine n1=http://10.0.0.2:8000
+
+An engine is named as the kvstore node that it stores in (`kvstore serve --name`). The prompt is tokenised by an engine
+(POST /tokenize, as vLLM has it), the controller says where most of it lies, weighed against the tokens that wait to be
+prefilled at each engine, which the proxy counts: from the moment it sends a prompt to the first byte of the answer.
+Answers are passed on as they come. Nothing here is needed for a request to be served: without tokenizer or controller
+it goes to the engine with the least to do, and an engine that cannot be reached is passed over for a while.
+
+The answer's headers say what was decided: X-KVStore-Instance, X-KVStore-Hit-Tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvstore.control import Client
+from kvstore.errors import KVStoreError
+from kvstore.keys import DEFAULT_CHUNK_SIZE, KeyContext, chunk_keys
+from kvstore_cli.ctl import context_of
+
+logger = logging.getLogger("router")
+
+PROMPTS = ("/v1/completions", "/v1/chat/completions")
+MOST_BODY = 32 << 20
+DECIDE_S = 0.5  # for tokenizer and controller together; then the prompt goes to whoever has the least to do
+AWAY_S = 5.0  # an engine that could not be reached gets nothing for so long
+# Of one connection, not of the message (RFC 9110, 7.6.1); httpx and uvicorn set their own.
+HOP_BY_HOP = {
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade", "host", "content-length", "expect",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Engine:
+    """An OpenAI-compatible server.
+
+    Attributes:
+        name: of the kvstore node that it stores in.
+        url: without a path.
+        waiting: tokens sent to it that it has not prefilled yet.
+        away_until: it could not be reached; seconds of `time.monotonic()`.
+    """
+
+    name: str
+    url: str
+    waiting: float = 0.0
+    away_until: float = 0.0
+
+    @property
+    def here(self) -> bool:
+        return time.monotonic() >= self.away_until
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Engines in the order in which they are tried, what the first one has of the prompt, and what the prompt costs."""
+
+    engines: Sequence[Engine]
+    hit_tokens: int
+    tokens: int
+
+
+class Router:
+    """Decides, and passes on.
+
+    Args:
+        control: of a controller.
+        context: what besides the tokens decides the keys.
+        namespace: of the nodes.
+        chunk_size: tokens of a chunk.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], control: Client, context: KeyContext, *, namespace: str = "",
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+    ) -> None:  # fmt: skip
+        self.engines = engines
+        self._control = control
+        self._context = context
+        self._namespace = namespace
+        self._chunk_size = chunk_size
+        # Answers may take minutes; that an engine is not there shows at once.
+        timeout = httpx.Timeout(None, connect=2.0, pool=10.0)
+        self.http = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=2048))
+
+    def by_load(self) -> list[Engine]:
+        """Those that can be reached first, then those with the least to do."""
+        return sorted(self.engines, key=lambda engine: (not engine.here, engine.waiting, engine.name))
+
+    async def decide(self, path: str, body: Mapping[str, Any]) -> Decision:
+        """Where a prompt goes."""
+        engines = self.by_load()
+        tokens = 0
+        try:
+            async with asyncio.timeout(DECIDE_S):
+                ids = await self._tokens(engines[0], path, body)
+                tokens = len(ids)
+                here = {engine.name: engine for engine in engines if engine.here}
+                keys = chunk_keys(ids, context=self._context, chunk_size=self._chunk_size)
+                if not keys or len(here) < 2:
+                    return Decision(engines, 0, tokens)
+                waiting: dict[str, float | None] = {name: engine.waiting for name, engine in here.items()}
+                route = await asyncio.to_thread(
+                    self._control.route, keys=keys, candidates=waiting, namespace=self._namespace,
+                    chunk_size=self._chunk_size, timeout=DECIDE_S,
+                )  # fmt: skip
+        except (KVStoreError, httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            logger.warning("routed by load alone: %s: %s", type(error).__name__, error)
+            return Decision(engines, 0, tokens)
+        ranked = [here[score.instance] for score in route.scores]
+        return Decision([*ranked, *(engine for engine in engines if engine not in ranked)], route.hit_tokens, tokens)
+
+    async def _tokens(self, engine: Engine, path: str, body: Mapping[str, Any]) -> list[int]:
+        """Token ids of the prompt of a request. Raises for what is no text: the engine will say what is wrong."""
+        prompt = body.get("prompt")
+        if path == PROMPTS[0] and isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return prompt
+        asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
+        answer = await self.http.post(f"{engine.url}/tokenize", json=asked)
+        answer.raise_for_status()
+        found: list[int] = answer.json()["tokens"]
+        return found
+
+    async def prompt(self, request: Request) -> Response:
+        """A completion: decided, sent, and passed on as it comes."""
+        data = await _body(request)
+        if data is None:
+            return _error(413, f"the body is longer than {MOST_BODY} bytes")
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            return _error(400, "the body is not JSON")
+        if not isinstance(body, dict):
+            return _error(400, "the body is not a JSON object")
+        decision = await self.decide(request.url.path, body)
+        cost = max(1.0, decision.tokens - decision.hit_tokens)
+        return await self._send(request, data, decision.engines, decision.hit_tokens, cost)
+
+    async def other(self, request: Request) -> Response:
+        """Everything else: any engine will do."""
+        data = await _body(request)
+        if data is None:
+            return _error(413, f"the body is longer than {MOST_BODY} bytes")
+        return await self._send(request, data, self.by_load(), 0, 0.0)
+
+    async def _send(
+        self, request: Request, data: bytes, engines: Sequence[Engine], hit_tokens: int, cost: float
+    ) -> Response:  # fmt: skip
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
+        query = f"?{request.url.query}" if request.url.query else ""
+        for place, engine in enumerate(engines):
+            sent = self.http.build_request(
+                request.method, f"{engine.url}{request.url.path}{query}", headers=headers, content=data
+            )
+            engine.waiting += cost
+            try:
+                answer = await self.http.send(sent, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # nothing has been sent yet
+                engine.waiting -= cost
+                engine.away_until = time.monotonic() + AWAY_S
+                logger.warning("engine %s at %s cannot be reached: %s", engine.name, engine.url, error)
+                continue
+            except httpx.HTTPError as error:
+                engine.waiting -= cost
+                return _error(502, f"engine {engine.name} broke off: {type(error).__name__}")
+            except BaseException:
+                engine.waiting -= cost
+                raise
+            kept = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP}
+            kept["x-kvstore-instance"] = engine.name
+            kept["x-kvstore-hit-tokens"] = str(hit_tokens if place == 0 else 0)
+            return _Passed(engine, answer, cost, kept)
+        return _error(503, "no engine can be reached")
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        self._control.close()
+
+
+class _Passed(StreamingResponse):
+    """An answer on its way, piece by piece as it was encoded. The prompt counts as waiting until its first byte; a
+    client that goes away ends the engine's work."""
+
+    def __init__(self, engine: Engine, answer: httpx.Response, cost: float, headers: Mapping[str, str]) -> None:
+        super().__init__(self._pieces(), answer.status_code, headers)
+        self._engine = engine
+        self._answer = answer
+        self._cost = cost
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._prefilled()
+            await self._answer.aclose()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        async for piece in self._answer.aiter_raw():
+            self._prefilled()
+            yield piece
+
+    def _prefilled(self) -> None:
+        self._engine.waiting -= self._cost
+        self._cost = 0.0
+
+
+async def _body(request: Request) -> bytes | None:
+    """The body; None: it is too long."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MOST_BODY:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _error(status: int, message: str) -> Response:
+    """As OpenAI's API says it."""
+    return JSONResponse({"error": {"message": message, "type": "router_error", "code": status}}, status)
+
+
+def build(router: Router) -> Starlette:
+    """The proxy."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await router.close()
+
+    async def healthz(_: Request) -> Response:
+        engines = [{"name": engine.name, "here": engine.here, "waiting": engine.waiting} for engine in router.engines]
+        return JSONResponse({"engines": engines}, 200 if any(engine["here"] for engine in engines) else 503)
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return _error(499, "the client has gone")
+
+    return Starlette(
+        routes=[
+            Route("/healthz", healthz),
+            *(Route(path, router.prompt, methods=["POST"]) for path in PROMPTS),
+            Route("/{path:path}", router.other, methods=["GET", "POST", "DELETE"]),
+        ],
+        exception_handlers={ClientDisconnect: gone},
+        lifespan=lifespan,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT")
+    parser.add_argument("--controller", required=True, metavar="URL")
+    parser.add_argument("--engine", action="append", required=True, metavar="NAME=URL", help="repeat")
+    parser.add_argument("--context", required=True, metavar="FILE", help="YAML with the fields of KeyContext")
+    parser.add_argument("--namespace", default="", metavar="NAME", help="of the nodes")
+    parser.add_argument("--chunk-size", type=int, default=DEFAULT_CHUNK_SIZE, metavar="TOKENS")
+    parser.add_argument("--ca", default="", metavar="FILE", help="what signed the controller's certificate")
+    given = parser.parse_args()
+    engines = []
+    for text in given.engine:
+        name, equals, url = text.partition("=")
+        if not equals or not url.startswith(("http://", "https://")):
+            parser.error(f"--engine {text!r}: write NAME=http://host:port")
+        engines.append(Engine(name, url.rstrip("/")))
+    # Secrets come by the environment: a command line can be read by everybody on the host.
+    control = Client(given.controller, token=os.environ.get("ROUTER_CONTROLLER_TOKEN", ""), ca=given.ca)
+    router = Router(
+        engines, control, context_of(given.context), namespace=given.namespace, chunk_size=given.chunk_size
+    )  # fmt: skip
+    host, _, port = given.listen.rpartition(":")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    config = uvicorn.Config(build(router), host=host, port=int(port), log_level="warning", access_log=False)
+    uvicorn.Server(config).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+"""Stands in for torchaudio; see ../sitecustomize.py."""
+
+__version__ = "0.0.0"
