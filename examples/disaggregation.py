@@ -25,6 +25,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 logger = logging.getLogger("disaggregation")
 
@@ -75,7 +77,7 @@ class Question:
 
 
 class Begun(NamedTuple):
-    """An engine's answer of which something has come."""
+    """An engine's answer: of a stream, something has come; of another one, all."""
 
     answer: httpx.Response
     first: bytes
@@ -148,13 +150,14 @@ class Proxy:
             why = f"prefiller {url}: status {answer.status_code}"
             if answer.status_code < 500:
                 break  # the request is no good; the decoder says so to the client
+            self._prefillers.failed(url)
         raise PrefillFailed(why)
 
     async def _decode(self, question: Question, *, awaits: bool) -> Begun:
-        """The answer of the first decoder that begins one.
+        """The answer of the first decoder that begins one; of those that say that they are broken, the last one's.
 
         Raises:
-            httpx.HTTPError: none does.
+            httpx.HTTPError: the last one cannot be asked.
         """
         urls = self._decoders.in_order()
         for url in urls:
@@ -162,20 +165,30 @@ class Proxy:
                 "POST", url + question.path, json=question.for_decode(awaits), headers=question.headers
             )
             try:
-                return await self._begin(request)
+                begun = await self._begin(request)
             except httpx.HTTPError as error:
                 logger.warning("decoder %s: %s %s", url, type(error).__name__, error)
                 self._decoders.failed(url)
                 if url == urls[-1]:
                     raise
+                continue
+            if begun.answer.status_code < 500 or url == urls[-1]:
+                return begun
+            logger.warning("decoder %s: status %d", url, begun.answer.status_code)
+            self._decoders.failed(url)
+            await begun.answer.aclose()
         raise AssertionError("there is at least one decoder")
 
     async def _begin(self, request: httpx.Request) -> Begun:
-        """A stream's headers come before its first token; only with that it has begun."""
+        """A stream's headers come before its first token; only with that it has begun. What is no stream is of use only
+        as a whole."""
         answer = await self._client.send(request, stream=True)
         try:
-            rest = answer.aiter_raw()
-            return Begun(answer, await anext(rest, b""), rest)
+            rest = answer.aiter_bytes()
+            first = await anext(rest, b"")
+            if not _is_stream(answer):
+                first += b"".join([part async for part in rest])
+            return Begun(answer, first, rest)
         except BaseException:
             await answer.aclose()
             raise
@@ -199,22 +212,38 @@ class Proxy:
 
 
 async def _passed_on(begun: Begun, prefill: asyncio.Task[None] | None) -> AsyncIterator[bytes]:
-    """An engine's answer, byte by byte. If the engine dies in the middle, a stream ends with an error, and an answer
-    that is no stream with a broken connection."""
+    """An engine's answer, byte by byte. If the engine dies in the middle of a stream, it ends with an error."""
     answer = begun.answer
     try:
         yield begun.first
         async for part in begun.rest:
             yield part
     except httpx.HTTPError as error:
-        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-            raise
         message = {"error": {"message": f"the decoder failed: {error}", "type": "server_error", "code": 502}}
         yield f"data: {json.dumps(message)}\n\n".encode()
     finally:  # the client may have gone: the engines stop. In that case every `await` here is cancelled in its turn
         if prefill is not None:
             prefill.cancel()
         await answer.aclose()
+
+
+def _is_stream(answer: httpx.Response) -> bool:
+    kind: str = answer.headers.get("content-type", "")
+    return kind.startswith("text/event-stream")
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    """A request's body. Raises `ValueError`: it is none that could be sent on."""
+    try:
+        body = json.loads(content)
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # as httpx will
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    return body
 
 
 async def _gone(request: Request) -> None:
@@ -224,7 +253,8 @@ async def _gone(request: Request) -> None:
 
 
 def _trouble(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "server_error", "code": status}}, status)
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
 def build(prefill: Sequence[str], decode: Sequence[str], *, short: int = 1024, timeout: float = 600.0) -> FastAPI:
@@ -239,7 +269,9 @@ def build(prefill: Sequence[str], decode: Sequence[str], *, short: int = 1024, t
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=2.0), limits=limits) as client:
+        patience = httpx.Timeout(timeout, connect=2.0)
+        plain = {"accept-encoding": "identity"}
+        async with httpx.AsyncClient(timeout=patience, limits=limits, headers=plain) as client:
             app.state.proxy = Proxy(prefill, decode, client, short)
             yield
 
@@ -247,11 +279,11 @@ def build(prefill: Sequence[str], decode: Sequence[str], *, short: int = 1024, t
 
     async def ask(request: Request) -> Response:
         try:
-            body = await request.json()
-        except ValueError:
-            return _trouble(400, "the body is not JSON")
-        if not isinstance(body, dict):
-            return _trouble(400, "the body must be a JSON object")
+            body = _parsed(await request.body())
+        except ValueError as error:
+            return _trouble(400, str(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         proxy: Proxy = app.state.proxy
         answer = asyncio.create_task(proxy.answer(Question(request.url.path, body, headers)))
@@ -272,6 +304,11 @@ def build(prefill: Sequence[str], decode: Sequence[str], *, short: int = 1024, t
     async def health() -> Response:
         return Response()
 
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _trouble(error.status_code, str(error.detail))
+
+    app.add_exception_handler(HTTPException, refused)
     for path in _PATHS:
         app.add_api_route(path, ask, methods=["POST"])
     app.add_api_route("/v1/models", models, methods=["GET"])

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Sequence
 
-from .backend import EXISTS, Outcome, Status, Write
+from .backend import EXISTS, Capability, Outcome, Status, Write
 from .buffers import Buffer
 from .codec.base import Codec, Encoded, SegmentInfo
 from .errors import ClosedError, ConfigError, KVStoreError, PermanentError, TransientError
@@ -30,6 +30,9 @@ __all__ = ["Put", "Writer"]
 logger = logging.getLogger("kvstore.writes")
 
 _MAX_POSITION = (1 << 31) - 1
+_HOT_BYTES = 4 << 20
+"""Where a batch is not cheaper for the backend, it gets about so much at once: what was just checksummed is then still
+in the cache as it is copied."""
 _RANK = {Status.OK: 3, Status.EXISTS: 2, Status.ERROR: 1, Status.MISS: 0}
 
 
@@ -325,9 +328,14 @@ class Writer:
             for index, outcome in zip(open_, found, strict=True):
                 if outcome.status is Status.OK:
                     outcomes[index] = EXISTS
-        writes, places = [], []
+        writes: list[Write] = []
+        places: list[int] = []
+        nbytes, most = 0, math.inf if Capability.NATIVE_BATCH in target.capabilities else _HOT_BYTES
         for index, put in enumerate(puts):
             if outcomes[index] is None:
+                if nbytes and nbytes + put.nbytes > most:
+                    _written(target, writes, places, deadline, outcomes)
+                    writes, places, nbytes = [], [], 0
                 try:
                     record = put.record(self._codec)
                 except KVStoreError as error:  # meta that does not fit the format
@@ -338,10 +346,9 @@ class Writer:
                 else:
                     writes.append(Write(put.key, record, put.item.parent, put.item.info))
                     places.append(index)
+                    nbytes += put.nbytes
         if writes:
-            written = attempt(target.name, "put", len(writes), lambda: backend.put(writes, deadline=deadline))
-            for index, outcome in zip(places, written, strict=True):
-                outcomes[index] = outcome
+            _written(target, writes, places, deadline, outcomes)
         return [_untold(target) if outcome is None else outcome for outcome in outcomes]
 
     def replica_done(self, puts: Sequence[Put], outcomes: Sequence[Outcome], *, promote: bool = True) -> None:
@@ -433,6 +440,16 @@ class Writer:
         """Wait until no put is under way, or until the absolute monotonic time `end`. True if none is."""
         with self._less:
             return self._less.wait_for(lambda: not self._current, seconds_left(end))
+
+
+def _written(
+    target: Target, writes: Sequence[Write], places: Sequence[int], deadline: float, outcomes: list[Outcome | None]
+) -> None:
+    """Write records with one call of the backend; its answers go to `outcomes`, at `places`."""
+    backend = target.backend
+    found = attempt(target.name, "put", len(writes), lambda: backend.put(writes, deadline=deadline))
+    for index, outcome in zip(places, found, strict=True):
+        outcomes[index] = outcome
 
 
 def _unpin(puts: Sequence[Put]) -> None:

@@ -266,8 +266,10 @@ class Backlog:
         with self._lock:
             self._closing = True
             self._changed.notify_all()
+        late = 0
         if not self.settle(timeout):
             with self._lock:
+                late = len(self._waiting) + len(self._writing)
                 self._dropping = True
                 left = [*self._waiting.values()]
                 self._waiting.clear()
@@ -275,8 +277,8 @@ class Backlog:
                 self._dropped += len(left)
                 self._changed.notify_all()
             self._store.let_go([waiting.record for waiting in left])
-            if left:
-                logger.warning("%s: %d records were not written in time", self._backend.name, len(left))
+        if late:
+            logger.warning("%s: %d records were not written in time", self._backend.name, late)
         self._thread.join(max(0.0, end - time.monotonic()))
 
 

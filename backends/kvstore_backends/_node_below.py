@@ -317,10 +317,13 @@ class Below:
         does not come back.
 
         Yields:
-            those that somebody else was removing, or that were being written, until the deadline.
+            those that somebody else was removing or replacing, or that were being written, until the deadline.
         """
         with self._lock:
-            while any(key in self._removing for key in keys) and (left := deadline - time.monotonic()) > 0:
+            while (
+                any(key in self._removing or key in self._replacing for key in keys)
+                and (left := deadline - time.monotonic()) > 0
+            ):
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             mine = {key for key in keys if key not in self._removing and key not in self._replacing}
             self._replacing |= mine

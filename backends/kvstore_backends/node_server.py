@@ -64,7 +64,7 @@ logger = logging.getLogger("kvstore.node")
 
 _SWEEP_S = 1.0
 _JOIN_S = 2.0
-_CLOSE_S = 8.0  # for threads that are in a backend, and for closing those
+_CLOSE_S = 4.0  # for threads that are in a backend, and for closing those
 
 
 class NodeServer:

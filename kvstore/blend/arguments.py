@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -63,10 +62,11 @@ def as_documents(given: Any) -> Iterable[Part]:
     return given
 
 
-def number(name: str, value: Any, *, above: float = -math.inf, below: float = math.inf) -> float:
-    """A number above and below something, as a float; nan is none. Raises `ConfigError`, which names it."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
+def number(name: str, value: Any, *, above: float = -math.inf) -> float:
+    """A number above something, as a float; nan is none. Raises `ConfigError`, which names it."""
+    kinds = int | float | np.integer | np.floating
+    if isinstance(value, bool) or not isinstance(value, kinds) or math.isnan(value):
         raise ConfigError(f"{name}={reprlib.repr(value)} is not a number")
-    if not above < value <= below:
+    if not value > above:
         raise ConfigError(f"{name}={value} must be above {above:g}")
     return float(value)

@@ -7,21 +7,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvstore.backend import Status
 from kvstore.codec import LOSSY
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.integrations.transformers import KVCacheStore
 from kvstore.keys import Key
-from kvstore.stream import Policy, PrefillModel, PrefillSample, Speeds
+from kvstore.stream import Policy, PrefillModel, PrefillSample, Speeds, TierOffer, cheapest_tier
 from kvstore.stream.shapes import level_sizes
+from kvstore.telemetry.requests import report_request
 
 from .arguments import as_documents, as_parts, blend_config, number
 from .chunks import Ids, Part, Placed, Prompt, Texts, WindowIndex, join, token_array
@@ -31,10 +31,10 @@ from .loading import ChunkLoader, ChunksLost
 from .model import BlendModel
 from .recompute import Recompute
 from .report import BlendReport, PrecomputeReport
+from .storing import Writes
 from .terms import BlendSettings, Span
 
 if TYPE_CHECKING:
-    from kvstore.completion import Completion
     from kvstore.prefetch import Prefetcher
     from kvstore.record import Header
     from kvstore.store import Store
@@ -46,6 +46,7 @@ __all__ = ["Blender"]
 logger = logging.getLogger("kvstore.blend")
 
 _SAMPLES = 64
+_FIRST_SAMPLES = 3  # of a device, by `blend`
 _LOOK_AGAIN_S = 30.0  # seconds without loading after which a slow link is tried again
 _AT_ONCE = 4  # documents computed before the oldest write of them is waited for
 
@@ -191,7 +192,8 @@ class Blender:
             timeout: seconds for each document; None: the store's `put_timeout`.
 
         Raises:
-            ConfigError: something that is neither text nor ids.
+            ConfigError: something that is neither text nor ids, or ids that the model does not know; then nothing is
+                stored.
             KVStoreError: the first chunk that failed, with `on_error="raise"`, after all others were tried.
         """
         self._notice_changes()
@@ -203,6 +205,7 @@ class Blender:
             chunks[self._form.place_prefix().key] = (self.prefix, True)
         for document in as_documents(documents):
             for ids in self._texts.parts(document)[::2]:
+                self._form.require_known(ids)
                 if len(ids) >= least:
                     chunks[self._form.key(ids)] = (ids, False)
                     self._remember(ids)
@@ -210,7 +213,7 @@ class Blender:
                     short += len(ids) > 0
         keys = list(chunks)
         known = self._heads(keys, time.monotonic() + seconds)
-        totals = _Totals(self._store.config.on_error)
+        totals = Writes()
         for key, header in zip(keys, known, strict=True):
             ids, is_prefix = chunks[key]
             if header is not None and header.matches(self._form.spec(len(ids))):
@@ -224,7 +227,7 @@ class Blender:
             len(keys) + short, totals.stored, totals.existing, short, totals.failed, totals.nbytes, totals.error
         )
 
-    def _store_chunk(self, key: Key, ids: Ids, is_prefix: bool, deadline: float, totals: _Totals) -> None:
+    def _store_chunk(self, key: Key, ids: Ids, is_prefix: bool, deadline: float, totals: Writes) -> None:
         layers = self._form.compute(ids, is_prefix=is_prefix)
         totals.drain(_AT_ONCE)
         nbytes = self._form.spec(len(ids)).raw_bytes
@@ -236,6 +239,27 @@ class Blender:
         with buffer:
             item = self._form.item(key, ids, layers, buffer, is_prefix=is_prefix)
             totals.pending.append(self._kv._put(item, deadline))
+
+    def cheapest_tier(self, tiers: Sequence[TierOffer], documents: Sequence[Part]) -> TierOffer | None:
+        """Where to keep documents: the cheapest place from which they come while the least share of their tokens is
+        computed again (`kvstore.stream.cheapest_tier`). By the measured prefill, and by raw bytes: a codec needs less.
+
+        Args:
+            tiers: the places.
+            documents: as many, and as long, as one prompt has.
+
+        Returns:
+            None: from none of them.
+
+        Raises:
+            ConfigError: the speed of the prefill is not known: nothing was computed yet, and none was given.
+        """
+        prefill = self.prefill
+        if prefill is None:
+            raise ConfigError("nothing was computed yet, so its speed is not known: call precompute, or give prefill")
+        lengths = [len(ids) for each in as_documents(documents) for ids in self._texts.parts(each)[::2] if len(ids)]
+        nbytes = sum(self._form.spec(length).raw_bytes for length in lengths)
+        return cheapest_tier(tiers, nbytes, prefill.seconds(len(self.prefix), sum(lengths)), self.settings.ratio)
 
     def _remember(self, ids: Ids) -> None:
         name = ids.tobytes()
@@ -318,6 +342,8 @@ class Blender:
                 chosen = [each for number, each in enumerate(chosen) if number not in lost.chunks]
         cache.crop(-1)
         report.total_s = time.monotonic() - began
+        told = report.request(self._kv.context.model)
+        report_request(told, metrics=self._store.metrics, tracer=self._store.tracer)
         return cache, report
 
     def _find(self, prompt: Prompt, deadline: float, report: BlendReport) -> list[_Found]:
@@ -408,59 +434,32 @@ class Blender:
     ) -> DynamicCache:
         """Load and compute layer by layer. Raises `ChunksLost`."""
         spans = [Span(each.placed.begin, each.placed.end, each.exact) for each in chosen]
-        run = Recompute(self._blend_model, ids, spans, settings, logits=1)
-        compute_s: list[float] = []
-
-        def compute(kv: Any) -> None:
-            began = time.monotonic()
-            run.layer(kv)
-            compute_s.append(time.monotonic() - began)
-
+        # A device computes beside all this, and waiting for it costs time: only until something is known of it.
+        timed = self._blend_model.device.type == "cpu" or self.prefill is None or len(self._samples) < _FIRST_SAMPLES
+        run = Recompute(self._blend_model, ids, spans, settings, logits=1, timed=timed)
         if chosen:
             placed = [each.placed for each in chosen]
             with ChunkLoader(self._form, placed, self._kv.prefetcher, deadline=deadline, level=report.level) as loader:
-                for kv in loader.layers(run.needs):  # the prefetcher loads the next one while this one is computed
-                    compute(kv)
+                for _ in run.layers(loader.layers(run.needs)):
+                    pass  # the prefetcher loads the next layer while one is computed
             report.load_s, report.wait_s, report.move_s = loader.load_s, loader.wait_s, loader.move_s
             report.nbytes = sum(map(loader.layer_bytes, range(loader.num_layers)))
         else:
-            for _ in range(self._blend_model.num_layers):
-                compute(None)
+            deque(run.layers([None] * self._blend_model.num_layers), maxlen=0)
         cache, logits = run.finish()
         report.logits = logits[-1]
-        report.compute_s = compute_s
+        report.compute_s = run.compute_s
         report.hits = len(chosen)
         report.reused = sum(each.placed.length for each in chosen)
         report.exact = sum(each.placed.length for each in chosen if each.exact)
         report.recomputed = run.ratios()
         report.computed = [len(rows) / len(ids) for rows in run.rows]
-        if len(run.rows[0]) == len(ids) and self._blend_model.device.type == "cpu":
-            self._samples.append(PrefillSample(0, len(ids), compute_s[0] * len(compute_s)))
+        if timed:
+            self._samples.append(_sample(run.rows[0], run.compute_s[0] * len(run.compute_s)))
         return cache
 
 
-class _Totals:
-    """Writes under way, and what came of those that ended."""
-
-    def __init__(self, on_error: str) -> None:
-        self.pending: deque[Completion[Any]] = deque()
-        self.stored = self.existing = self.failed = self.nbytes = 0
-        self.error: KVStoreError | None = None
-
-    def fail(self, error: KVStoreError | None) -> None:
-        self.failed += 1
-        self.error = self.error or error
-
-    def drain(self, most: int) -> None:
-        """Wait until at most so many are under way."""
-        while len(self.pending) > most:
-            try:
-                outcome = self.pending.popleft().result()[0]
-            except KVStoreError as error:  # on_error="raise"
-                self.fail(error)
-                continue
-            self.stored += outcome.status is Status.OK
-            self.existing += outcome.status is Status.EXISTS
-            self.nbytes += outcome.nbytes
-            if outcome.status not in (Status.OK, Status.EXISTS):
-                self.fail(outcome.error)
+def _sample(rows: torch.Tensor, seconds: float) -> PrefillSample:
+    """What computing the tokens at these positions took: as much as of as many in a row that lie as far back."""
+    begin = float(rows.float().mean()) - (len(rows) - 1) / 2
+    return PrefillSample(max(0, round(begin)), len(rows), seconds)

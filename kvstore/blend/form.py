@@ -59,6 +59,9 @@ class ChunkForm:
         context: in which chunks have their keys.
         behind: ids that chunks are computed behind.
         samples: how long that took.
+
+    Raises:
+        ConfigError: the prefix has ids that the model does not know.
     """
 
     def __init__(self, model: BlendModel, context: KeyContext, *, form: str, prefix: Ids, separator: str) -> None:
@@ -82,6 +85,7 @@ class ChunkForm:
         parameters = inspect.signature(self._body.forward).parameters
         self._argument = "cache" if "cache" in parameters else "past_key_values"
         self._prefix_kv: Layers | None = None
+        self.require_known(prefix)
 
     # Names and places.
 
@@ -124,14 +128,17 @@ class ChunkForm:
 
     # Computing and storing.
 
-    @torch.no_grad()
-    def compute(self, ids: Ids, *, is_prefix: bool = False) -> Layers:
-        """K and V of each layer, `[1, kv_heads, tokens, head_dim]`, K embedded at the positions behind `behind`. Raises
-        `ConfigError` for ids that the model does not know."""
+    def require_known(self, ids: Ids) -> None:
+        """Raises `ConfigError` for ids that the model does not know."""
         if len(ids) and int(ids.max()) >= self.model.vocabulary:
             raise ConfigError(
                 f"token id {ids.max()} is not one of {self.model.name}'s 0 to {self.model.vocabulary - 1}"
             )
+
+    @torch.no_grad()
+    def compute(self, ids: Ids, *, is_prefix: bool = False) -> Layers:
+        """K and V of each layer, `[1, kv_heads, tokens, head_dim]`, K embedded at the positions behind `behind`. The
+        model must know the ids (`require_known`)."""
         if is_prefix or not len(self.behind):
             return self._prefill(ids, ())
         if self._prefix_kv is None:
@@ -146,8 +153,7 @@ class ChunkForm:
         started = time.perf_counter()
         out: Any = self._body(tokens, position_ids=positions, use_cache=True, **{self._argument: cache})
         layers = [(layer.keys[:, :, begin:], layer.values[:, :, begin:]) for layer in out[self._argument].layers]
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        self.model.synchronize()
         self.samples.append(PrefillSample(begin, len(ids), time.perf_counter() - started))
         return layers
 

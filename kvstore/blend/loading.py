@@ -1,8 +1,8 @@
 """Loading chunks layer by layer, each moved to where it stands in a prompt, one layer ahead of the computation.
 
     with ChunkLoader(form, placed, prefetcher, deadline=…) as loader:
-        for kv in loader.layers(run.needs):     # the next layer is on its way meanwhile
-            run.layer(kv)
+        for layer in run.layers(loader.layers(run.needs)):
+            ...  # the next one is on its way meanwhile
 
 Every chunk is a prefix of its own to the prefetcher, so a chunk that is missing, damaged or late costs nothing but
 itself. If one is lost in a later layer, what was computed over it is worth nothing: `ChunksLost` says which, and the

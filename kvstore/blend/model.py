@@ -85,6 +85,11 @@ class BlendModel:
         if self.model.training:
             raise ConfigError(f"{self.name} is in training mode (dropout); call model.eval() first")
 
+    def synchronize(self) -> None:
+        """Wait until the device has computed all that it was told to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # The steps of a layer.
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

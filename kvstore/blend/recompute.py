@@ -1,8 +1,8 @@
 """Selective recompute: a prompt's KV from stored chunks, repaired by computing a few tokens again (CacheBlend).
 
     run = Recompute(model, input_ids, spans, BlendSettings())
-    for layer in range(model.num_layers):
-        run.layer(load(layer) if run.needs(layer) else None)
+    for layer in run.layers(loader.layers(run.needs)):
+        ...  # it is computed, and the next one is on its way
     cache, logits = run.finish()
 
 Layers before the first check layer are computed for all tokens. At a check layer K and V of all tokens that are still
@@ -15,7 +15,8 @@ by their number instead of their position, so that rows see later ones. Neither 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,12 +61,14 @@ class Recompute:
         settings: how much is computed again, and what.
         logits: for how many of the last tokens logits are wanted; all of them must lie behind the last span (but for
             the very last token). None: all that lie behind it; the last one, if there are no spans.
+        timed: a device is waited for behind layer 0, so that `compute_s` is true of this one.
 
     Attributes:
         tokens: of the prompt.
         kv: K and V of all layers, `[1, kv_heads, tokens, head_dim]`, allocated once; the cache is made of them.
         rows: of each layer done, the positions that were computed in it, int64 `[rows]`. (In a check layer K and V of
             all rows that came in are fresh, and `rows` are those that went on.)
+        compute_s: of each layer done, seconds that it took; on a device without waiting for it, but see `timed`.
 
     Raises:
         ConfigError: spans that overlap or leave the prompt, a check layer that the model does not have, token ids that
@@ -80,6 +83,7 @@ class Recompute:
         settings: BlendSettings,
         *,
         logits: int | None = None,
+        timed: bool = False,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -98,6 +102,8 @@ class Recompute:
         self._classify()
         self.kv = model.empty_kv(self.tokens)
         self.rows: list[torch.Tensor] = []
+        self.compute_s: list[float] = []
+        self._timed = timed
         self._state: LayerInput | None = None
 
     @property
@@ -124,6 +130,13 @@ class Recompute:
         first = min(self._checks)
         return layer > first or (layer == first and getattr(self._selector, "compares", True))
 
+    def layers(self, loaded: Iterable[LayerKV | None]) -> Iterator[int]:
+        """The computing generator: takes layer after layer from a loading one, and gives the number of each that is
+        computed. Raises as `layer`."""
+        for kv in loaded:
+            self.layer(kv)
+            yield self.next_layer - 1
+
     @torch.no_grad()
     def layer(self, kv: LayerKV | None) -> None:
         """Compute the next layer.
@@ -143,7 +156,11 @@ class Recompute:
             )
         if kv is not None:
             self._check_kv(layer, kv)
+        began = time.monotonic()
         self._state = self.prefill_layer(self._begin() if self._state is None else self._state, kv)
+        if self._timed and layer == 0:
+            self.model.synchronize()
+        self.compute_s.append(time.monotonic() - began)
 
     def prefill_layer(self, state: LayerInput, kv: LayerKV | None) -> LayerInput:
         """One layer: stored and fresh K and V are scattered into the cache, rows are chosen if it is a check layer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.telemetry.requests import RequestReport
+
 if TYPE_CHECKING:
     import torch
 
@@ -96,6 +98,21 @@ class BlendReport:
     def token_layers(self) -> float:
         """Share of a full prefill's tokens × layers that was computed, 0 to 1."""
         return sum(self.computed) / len(self.computed) if self.computed else 0.0
+
+    def request(self, model: str) -> RequestReport:
+        """What is told of it: metrics, a line of the event log, a span. Documents are the parts that could have been
+        stored, and the fixed prefix; a document was had if it was found, whether loading it was faster or not."""
+        found = self.hits + self.left
+        return RequestReport(
+            model=model,
+            input_tokens=self.tokens,
+            tokens_saved=round(self.tokens * (1.0 - self.token_layers)),
+            ttft_s=self.total_s,
+            doc_count=found + self.misses,
+            doc_hits=found,
+            hit_chunks=self.hits,
+            cache_size_bytes=self.nbytes,
+        )
 
     def __str__(self) -> str:
         return (

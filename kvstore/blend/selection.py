@@ -128,6 +128,6 @@ def best(scores: torch.Tensor, count: int, candidates: int) -> torch.Tensor:
         found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise ConfigError(f"a selector must give scores of shape ({candidates},), not {found}")
     if scores.layout != torch.strided or scores.device.type == "meta" or bool(scores.isnan().any()):
-        raise ConfigError(f"the scores of a selector are no numbers: {scores.layout} on {scores.device}, or some are nan")
+        raise ConfigError(f"the scores of a selector are no numbers: {scores.layout}, {scores.device}, or some are nan")
     order = torch.sort(scores, descending=True, stable=True).indices  # topk breaks ties as it likes
     return order[:count].sort().values

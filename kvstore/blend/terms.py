@@ -118,12 +118,14 @@ class BlendSettings:
 
     def at(self, ratio: float) -> BlendSettings:
         """The same with another ratio, earlier check layers in proportion (at most 1)."""
-        if not isinstance(ratio, numbers.Real) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
+        given: Any = ratio
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= ratio <= 1:
             raise ConfigError(f"blend_recompute_ratios={ratio!r} must lie between 0 and 1")
-        ratio = float(ratio)
+        ratio = float(given)
         if self.ratio == 0 or ratio in (0, 1):
             return replace(self, ratios=(ratio,) * len(self.check_layers))
-        earlier = [min(1.0, each * (ratio / self.ratio)) for each in self.ratios[:-1]]
+        # Equal ratios must not come apart by rounding.
+        earlier = [max(ratio, min(1.0, each * (ratio / self.ratio))) for each in self.ratios[:-1]]
         return replace(self, ratios=(*earlier, ratio))
 
 

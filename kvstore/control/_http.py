@@ -5,22 +5,26 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import os
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore.errors import ConfigError, TransientError
+from kvstore.metrics import renew_after_fork
 
 __all__ = ["Answer", "Connections", "parse"]
 
 _MOST_ANSWER = 64 << 20
 _KEPT = 8
+
+_Place = tuple[int, int, int, str, Any]
+"""Of `socket.getaddrinfo`."""
 
 
 class Answer(NamedTuple):
@@ -46,10 +50,7 @@ class _Raw(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline passed")
-        self._sock.settimeout(left)
+        self._sock.settimeout(_left(self._deadline))
         return self._file.readinto(buffer) or 0
 
 
@@ -71,6 +72,51 @@ def _response(deadline: float) -> Callable[..., http.client.HTTPResponse]:
         return http.client.HTTPResponse(_Timed(sock, deadline), **given)  # type: ignore[arg-type]
 
     return make
+
+
+def _left(deadline: float) -> float:
+    """Seconds. Raises `TimeoutError`: none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline passed")
+    return left
+
+
+class _Names:
+    """Resolves one name, by a deadline: the system's resolver has none. Whoever asks while it is at it waits for the
+    same answer, so that a resolver that hangs holds one thread and not one for each call."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._lock = threading.Lock()
+        self._asked: Future[Sequence[_Place]] | None = None
+
+    def places(self, deadline: float) -> Sequence[_Place]:
+        """Raises `OSError`: there is no such name, or no answer by the deadline (`TimeoutError`)."""
+        try:  # an address needs no resolver
+            return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            pass
+        with self._lock:
+            asked = self._asked
+            if asked is None:
+                asked = self._asked = Future()
+                threading.Thread(target=self._resolve, args=(asked,), name="kvstore-resolve", daemon=True).start()
+        return asked.result(_left(deadline))
+
+    def _resolve(self, asked: Future[Sequence[_Place]]) -> None:
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except Exception as error:  # noqa: BLE001 - whoever waits gets it
+            self._forget()
+            asked.set_exception(error)
+        else:
+            self._forget()
+            asked.set_result(found)
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._asked = None
 
 
 class Connections:
@@ -100,9 +146,15 @@ class Connections:
         self._tls = _tls(ca, cert, key) if parts.scheme == "https" else None
         if self._tls is None and (ca or cert or key):
             raise ConfigError(f"TLS files are given, but the URL is {self.url}: write https://")
+        default = http.client.HTTP_PORT if self._tls is None else http.client.HTTPS_PORT
+        self._port = default if self._port is None else self._port
+        self._after_fork()
+        renew_after_fork(self)
+
+    def _after_fork(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[http.client.HTTPConnection] = []
-        self._pid = os.getpid()
+        self._names = _Names(self._host, self._port or 0)
 
     def request(
         self, method: str, path: str, *, body: bytes | None, headers: dict[str, str], deadline: float, again: bool
@@ -142,25 +194,40 @@ class Connections:
             return answer
 
     def _connect(self, deadline: float) -> http.client.HTTPConnection:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline passed")
         if self._tls is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=left)
+            connection = http.client.HTTPConnection(self._host, self._port)
         else:
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=left, context=self._tls)
+            connection = http.client.HTTPSConnection(self._host, self._port, context=self._tls)
+        connection._create_connection = lambda *_: self._dial(deadline)  # type: ignore[attr-defined]
         connection.connect()
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
+
+    def _dial(self, deadline: float) -> socket.socket:
+        """A connection to the first of the server's addresses that answers; each has its part of the time."""
+        places = self._names.places(deadline)
+        failure: OSError = OSError(f"{self._host} has no address")
+        for number, (family, kind, protocol, _, address) in enumerate(places):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(_left(deadline) / (len(places) - number))
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.settimeout(_left(deadline))  # of the TLS handshake
+            except OSError as error:
+                sock.close()
+                failure = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise failure
 
     def _exchange(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None,
         headers: dict[str, str], deadline: float,
     ) -> tuple[Answer, bool]:  # fmt: skip
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline passed")
-        connection.sock.settimeout(left)
+        connection.sock.settimeout(_left(deadline))  # of sending all of it
         try:
             connection.request(method, self._path + path, body=body, headers=headers)
         except (BrokenPipeError, ConnectionResetError):
@@ -176,8 +243,6 @@ class Connections:
     def _take(self) -> http.client.HTTPConnection | None:
         while True:
             with self._lock:
-                if self._pid != os.getpid():
-                    self._kept, self._pid = [], os.getpid()
                 if not self._kept:
                     return None
                 connection = self._kept.pop()
@@ -188,7 +253,7 @@ class Connections:
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
-            if len(self._kept) < _KEPT and self._pid == os.getpid():
+            if len(self._kept) < _KEPT:
                 self._kept.append(connection)
                 return
         connection.close()
@@ -219,6 +284,6 @@ def parse(answer: Answer, url: str) -> Any:
     """The JSON of an answer. Raises `TransientError`: it is none."""
     try:
         return json.loads(answer.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         text = f"{url} answers {answer.status} with something that is not JSON: is it a control API of kvstore?"
         raise TransientError(text, operation="control") from None

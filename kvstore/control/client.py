@@ -5,13 +5,15 @@
         control.pin(tokens=system_prompt, context=context, ttl_s=3600)
         control.wait(control.clear(model="meta-llama/Llama-3.1-8B"), timeout=60)
 
-Tokens are turned into keys here, so that a prompt of 32,000 tokens is 125 keys on the wire.
+Tokens are turned into keys here, so that a prompt of 32,000 tokens is 125 keys on the wire; only who does not know
+their context leaves that to the server.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -49,7 +51,7 @@ _WAIT_MOST_S = 1.0
 class Client:
     """Speaks to the control API at `url`. Safe from any thread.
 
-    Every call ends within `timeout` seconds (resolving a name not counted).
+    Every call ends within `timeout` seconds, the resolving of a name and all addresses of it counted.
 
     Args:
         url: of a node or a controller, "http://127.0.0.1:9090".
@@ -84,7 +86,7 @@ class Client:
     # What there is.
 
     def lookup(
-        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         namespace: str = "", instances: Sequence[str] | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE,
         timeout: float | None = None,
     ) -> Lookup:  # fmt: skip
@@ -93,14 +95,16 @@ class Client:
         Args:
             keys: of its chunks, in order; or
             tokens, context: as `kvstore.keys.chunk_keys` takes them. A prompt shorter than a chunk is found nowhere.
+                `context` may be the name of one that the server has (`--context NAME=FILE`), or None: the only one it
+                has; then the server makes the keys.
             namespace: of the node.
             instances: only these.
             chunk_size: tokens of a chunk.
         """
-        found = self._keys(keys, tokens, context, chunk_size)
-        if not found:
+        chunks = _chunks(keys, tokens, context, chunk_size)
+        if chunks is None:
             return Lookup(0, 0, "", "", 0, 0, ())
-        body = {"namespace": namespace, "chunks": _chunks(found, chunk_size), "instances": _list(instances)}
+        body = {"namespace": namespace, "chunks": chunks, "instances": _list(instances)}
         return self._post("lookup", body, Lookup, timeout)
 
     def query_ip(self, instances: Sequence[str] = (), *, timeout: float | None = None) -> Sequence[Address]:
@@ -117,7 +121,7 @@ class Client:
         return self._get("health", "", list[InstanceHealth], timeout)
 
     def route(
-        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         candidates: Mapping[str, float | None] | Sequence[str] | None = None, namespace: str = "",
         chunk_size: int = DEFAULT_CHUNK_SIZE, timeout: float | None = None,
     ) -> Route:  # fmt: skip
@@ -128,20 +132,20 @@ class Client:
             candidates: names of instances, with the tokens that wait to be prefilled there (None: not known); None: all
                 that are ready.
         """
-        found = self._keys(keys, tokens, context, chunk_size)
-        if not found:
+        chunks = _chunks(keys, tokens, context, chunk_size)
+        if chunks is None:
             raise ConfigError(f"a prompt of less than {chunk_size} tokens has no chunk to route by; send it anywhere")
         named: list[dict[str, Any]] | None = None
         if candidates is not None:
             waiting = candidates if isinstance(candidates, Mapping) else dict.fromkeys(candidates)
             named = [{"instance": name, "queued_tokens": queued} for name, queued in waiting.items()]
-        body = {"namespace": namespace, "chunks": _chunks(found, chunk_size), "candidates": named}
+        body = {"namespace": namespace, "chunks": chunks, "candidates": named}
         return self._post("route", body, Route, timeout)
 
     # What is done.
 
     def pin(
-        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         ttl_s: float = 3600.0, namespace: str = "", instances: Sequence[str] | None = None,
         chunk_size: int = DEFAULT_CHUNK_SIZE, timeout: float | None = None,
     ) -> Acted:  # fmt: skip
@@ -150,7 +154,7 @@ class Client:
         return self._post("pin", body, Acted, timeout)
 
     def unpin(
-        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         namespace: str = "", instances: Sequence[str] | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE,
         timeout: float | None = None,
     ) -> Acted:  # fmt: skip
@@ -160,7 +164,7 @@ class Client:
 
     def clear(
         self, *, namespace: str = "", everything: bool = False, model: str | None = None,
-        keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         below: bool = False, instances: Sequence[str] | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE,
         timeout: float | None = None,
     ) -> Started:  # fmt: skip
@@ -175,14 +179,13 @@ class Client:
         elif model is not None:
             what = {"model": model}
         else:
-            found = self._some(keys, tokens, context, chunk_size)
-            what = {"prefix" if below else "chunks": _chunks(found, chunk_size)}
+            what = {"prefix" if below else "chunks": _some(keys, tokens, context, chunk_size)}
         body = {"namespace": namespace, "what": what, "instances": _list(instances)}
         return self._post("clear", body, Started, timeout, again=False)
 
     def move(
         self, *, src: str, dst: str, to_instance: bool = False, src_instance: str | None = None,
-        keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         namespace: str = "", chunk_size: int = DEFAULT_CHUNK_SIZE, timeout: float | None = None,
     ) -> Started:  # fmt: skip
         """Move records out of tier `src`.
@@ -193,10 +196,9 @@ class Client:
             src_instance: whose records; None: of all that have them.
             keys, tokens, context, chunk_size: as in `lookup`.
         """
-        found = self._some(keys, tokens, context, chunk_size)
         body = {
             "namespace": namespace,
-            "chunks": _chunks(found, chunk_size),
+            "chunks": _some(keys, tokens, context, chunk_size),
             "src": {"tier": src, "instance": src_instance},
             "dst": {"instance" if to_instance else "tier": dst},
         }
@@ -204,7 +206,7 @@ class Client:
 
     def compress(
         self, codec: str, level: int | None = None, *, keys: Sequence[Key] | None = None, tokens: Any = None,
-        context: KeyContext | None = None, namespace: str = "", instances: Sequence[str] | None = None,
+        context: KeyContext | str | None = None, namespace: str = "", instances: Sequence[str] | None = None,
         chunk_size: int = DEFAULT_CHUNK_SIZE, timeout: float | None = None,
     ) -> Started:  # fmt: skip
         """Encode stored records anew, with a codec that loses nothing. Args: as `lookup`."""
@@ -212,7 +214,7 @@ class Client:
         return self._post("compress", body | {"codec": codec, "level": level}, Started, timeout, again=False)
 
     def decompress(
-        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | None = None,
+        self, *, keys: Sequence[Key] | None = None, tokens: Any = None, context: KeyContext | str | None = None,
         namespace: str = "", instances: Sequence[str] | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE,
         timeout: float | None = None,
     ) -> Started:  # fmt: skip
@@ -246,30 +248,12 @@ class Client:
 
     # How.
 
-    def _keys(
-        self, keys: Sequence[Key] | None, tokens: Any, context: KeyContext | None, chunk_size: int
-    ) -> Sequence[Key]:  # fmt: skip
-        if (keys is None) == (tokens is None) or (tokens is not None and context is None):
-            raise ConfigError("give the keys of a prompt, or its tokens and their context")
-        if keys is not None:
-            return keys
-        assert context is not None
-        return chunk_keys(tokens, context=context, chunk_size=chunk_size)
-
-    def _some(
-        self, keys: Sequence[Key] | None, tokens: Any, context: KeyContext | None, chunk_size: int
-    ) -> Sequence[Key]:  # fmt: skip
-        found = self._keys(keys, tokens, context, chunk_size)
-        if not found:
-            raise ConfigError(f"no keys: a prompt has them from {chunk_size} tokens on")
-        return found
-
     def _selection(
-        self, keys: Sequence[Key] | None, tokens: Any, context: KeyContext | None, chunk_size: int, namespace: str,
-        instances: Sequence[str] | None,
+        self, keys: Sequence[Key] | None, tokens: Any, context: KeyContext | str | None, chunk_size: int,
+        namespace: str, instances: Sequence[str] | None,
     ) -> dict[str, Any]:  # fmt: skip
-        found = self._some(keys, tokens, context, chunk_size)
-        return {"namespace": namespace, "chunks": _chunks(found, chunk_size), "instances": _list(instances)}
+        chunks = _some(keys, tokens, context, chunk_size)
+        return {"namespace": namespace, "chunks": chunks, "instances": _list(instances)}
 
     def _post(
         self, name: str, body: dict[str, Any], kind: type[T], timeout: float | None, *, again: bool = True
@@ -316,8 +300,28 @@ class Client:
         return f"Client({self.url!r})"
 
 
-def _chunks(keys: Sequence[Key], chunk_size: int) -> dict[str, Any]:
-    return {"keys": [key.hex() for key in keys], "chunk_size": chunk_size}
+def _chunks(
+    keys: Sequence[Key] | None, tokens: Any, context: KeyContext | str | None, chunk_size: int
+) -> dict[str, Any] | None:  # fmt: skip
+    """A prompt in the body of a request; None: it has not one whole chunk."""
+    if (keys is None) == (tokens is None):
+        raise ConfigError("give the keys of a prompt, or its tokens and their context")
+    if keys is None and not isinstance(context, KeyContext):
+        ids = [operator.index(token) for token in tokens]
+        return None if len(ids) < chunk_size else {"tokens": ids, "context": context, "chunk_size": chunk_size}
+    if keys is None:
+        assert isinstance(context, KeyContext)
+        keys = chunk_keys(tokens, context=context, chunk_size=chunk_size)
+    return {"keys": [key.hex() for key in keys], "chunk_size": chunk_size} if keys else None
+
+
+def _some(
+    keys: Sequence[Key] | None, tokens: Any, context: KeyContext | str | None, chunk_size: int
+) -> dict[str, Any]:  # fmt: skip
+    chunks = _chunks(keys, tokens, context, chunk_size)
+    if chunks is None:
+        raise ConfigError(f"no keys: a prompt has them from {chunk_size} tokens on")
+    return chunks
 
 
 def _list(names: Sequence[str] | None) -> list[str] | None:

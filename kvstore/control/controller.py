@@ -62,6 +62,11 @@ CONTROLLER_METRICS: tuple[Metric, ...] = (
 _STATES = ("ready", "draining", "loading", "lost")
 _SLICE = 1024  # keys that are taken in at a time; other requests have their turn in between
 _TICK_S = 1.0
+_MOST_NODES = 4096
+
+
+class _GoneError(Exception):
+    """The node was forgotten, or started anew, while its report was taken in."""
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class _Node:
         slot: in the index; None: nothing is known.
         loading: a snapshot that is coming in: its id, the next page, its slot and its `at`.
         seen: when it was heard of last.
+        gone: forgotten. Whoever waited must look: its slots may be another's by now.
     """
 
     info: InstanceInfo
@@ -86,6 +92,7 @@ class _Node:
     slot: int | None = None
     loading: tuple[str, int, int, int] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gone: bool = False
 
 
 class Controller(Service):
@@ -96,7 +103,8 @@ class Controller(Service):
         capacity: records in the index.
         lost_s: a node that has not reported for so long is not used.
         forget_s: and after so long, forgotten.
-        ca: PEM file with the authorities of the nodes' certificates; "": those of the system.
+        ca: PEM file with the authorities of the nodes' certificates, and then each must have one; "": those of the
+            system.
         threads: calls of nodes at a time.
         metrics: where it counts; see `CONTROLLER_METRICS`.
         clock: seconds that only grow.
@@ -124,7 +132,6 @@ class Controller(Service):
             self._metrics.define(metric)
         self._clock = clock
         self._nodes: dict[str, _Node] = {}
-        self._of_slot: dict[int, _Node] = {}
         self._forgotten = 0
         self._ticking: asyncio.Task[None] | None = None
 
@@ -134,18 +141,24 @@ class Controller(Service):
         node = self._hear(report)
         self._metrics.add("kvstore_controller_reports_total")
         async with node.lock:
-            if self._nodes.get(node.info.name) is not node or node.epoch != report.epoch:
-                return ReportReply(snapshot=True)  # it was started anew while this report waited
-            if report.snapshot is not None:
-                return await self._load(node, report.snapshot)
-            self._drop_loading(node)
-            if node.slot is None or report.since > node.seq:
+            try:
+                return await self._take_in(node, report)
+            except _GoneError:
                 return ReportReply(snapshot=True)
-            if report.next >= node.seq:  # else all of it is known: the last reply was lost
-                for event in report.events:
-                    await self._apply(node, node.slot, event)
-                node.seq = report.next
-            return ReportReply(snapshot=False, next=node.seq)
+
+    async def _take_in(self, node: _Node, report: Report) -> ReportReply:
+        if node.gone:
+            raise _GoneError
+        if report.snapshot is not None:
+            return await self._load(node, report.snapshot)
+        self._drop_loading(node)
+        if node.slot is None or report.since > node.seq:
+            return ReportReply(snapshot=True)
+        if report.next >= node.seq:  # else all of it is known: the last reply was lost
+            for event in report.events:
+                await self._apply(node, node.slot, event)
+            node.seq = report.next
+        return ReportReply(snapshot=False, next=node.seq)
 
     def _hear(self, report: Report) -> _Node:
         """The node that reports, as it is now."""
@@ -159,7 +172,9 @@ class Controller(Service):
         node = self._nodes.get(info.name)
         other = node is not None and node.epoch != report.epoch
         # Once the known one is lost the newcomer has its name, whatever its host's clock says.
-        if node is not None and other and info.started < node.info.started and self._state(node) != "lost":
+        if node is not None and other and self._state(node) != "lost" and (
+            (info.started, report.epoch) < (node.info.started, node.epoch)
+        ):  # fmt: skip
             raise ConfigError(
                 f"another instance of the name {info.name!r} reports, which was started later, at {node.info.address} "
                 f"({node.info.http}): give each node a name of its own"
@@ -168,8 +183,9 @@ class Controller(Service):
             self._forget(node)
             node = None
         if node is None:
-            client = Client(info.http, ca=self._ca) if info.http.startswith("https:") else None
-            client = client or (Client(info.http) if info.http else None)
+            if len(self._nodes) >= _MOST_NODES:
+                raise TransientError(f"{len(self._nodes)} instances report here already", operation="report")
+            client = Client(info.http, ca=self._ca) if info.http else None  # refuses plain HTTP if there is a `ca`
             node = self._nodes[info.name] = _Node(info, health, (), client, now, report.epoch)
         node.info, node.health, node.seen = info, health, now
         if report.usage is not None:
@@ -191,23 +207,30 @@ class Controller(Service):
             node.loading = (name, number + 1, slot, at)
             return ReportReply(snapshot=False, next=at)
         if node.slot is not None:
-            self._retire(node.slot)
+            self._index.retire(node.slot)
         node.slot, node.seq, node.loading = slot, at, None
-        self._of_slot[slot] = node
         self._metrics.add("kvstore_controller_snapshots_total")
         return ReportReply(snapshot=False, next=at)
 
     async def _apply(self, node: _Node, slot: int, event: EventModel) -> None:
-        try:
-            tier = min(node.info.tiers.index(event.tier), TIERS - 1)
-        except ValueError:
-            raise ConfigError(
-                f"instance {node.info.name!r} reports of tier {event.tier!r}, which it has not named"
-            ) from None
+        """Take in an event, in slices; others have their turn in between.
+
+        Raises:
+            ConfigError: the event makes no sense.
+            _GoneError: `node` has gone meanwhile.
+        """
+        for what, word, named in (
+            ("tier", event.tier, node.info.tiers), ("namespace", event.namespace, node.info.namespaces),
+        ):  # fmt: skip
+            if word not in named:
+                raise ConfigError(
+                    f"instance {node.info.name!r} reports of {what} {word[:80]!r}, which it has not named"
+                )
+        tier = min(node.info.tiers.index(event.tier), TIERS - 1)
         if event.op == "clear":
-            for step, _ in enumerate(self._index.clear(slot, event.namespace, tier)):
-                if step % 16 == 15:
-                    await asyncio.sleep(0)
+            for changed in self._index.clear(slot, event.namespace, tier):
+                if changed:
+                    await self._others(node)
             return
         try:
             keys = split_keys(binascii.a2b_base64(event.keys))
@@ -218,22 +241,25 @@ class Controller(Service):
         for at in range(0, len(keys), _SLICE):
             change(slot, event.namespace, tier, keys[at : at + _SLICE])
             if len(keys) > _SLICE:
-                await asyncio.sleep(0)
+                await self._others(node)
         self._metrics.add("kvstore_controller_event_keys_total", event.op, amount=len(keys))
+
+    async def _others(self, node: _Node) -> None:
+        """Other requests have their turn. Raises `_GoneError`."""
+        await asyncio.sleep(0)
+        if node.gone:
+            raise _GoneError
 
     def _drop_loading(self, node: _Node) -> None:
         if node.loading is not None:
             self._index.retire(node.loading[2])
             node.loading = None
 
-    def _retire(self, slot: int) -> None:
-        self._index.retire(slot)
-        self._of_slot.pop(slot, None)
-
     def _forget(self, node: _Node) -> None:
+        node.gone = True
         self._drop_loading(node)
         if node.slot is not None:
-            self._retire(node.slot)
+            self._index.retire(node.slot)
             node.slot = None
         if node.client is not None:
             node.client.close()
@@ -320,7 +346,8 @@ class Controller(Service):
             candidates = {node.info.name: None for node in self._nodes.values() if self._state(node) == "ready"}
             if not candidates:
                 raise TransientError("no instance is ready", operation="route")
-        nodes = [node for node in self._usable(None) if node.info.name in candidates]
+        # What a node has that drains will be gone before it is of use.
+        nodes = [node for name in candidates if (node := self._nodes.get(name)) and self._state(node) == "ready"]
         load = {node.info.name: node.health.load for node in nodes}
         queued = {
             name: load.get(name, 1.0) * self._policy.busy_tokens if waiting is None else waiting

@@ -156,7 +156,11 @@ class Index:
     def _count(self, slot: int, namespace: str, more: int) -> None:
         counts = self._counts.get(slot)
         if counts is not None and more:
-            counts[namespace] = counts.get(namespace, 0) + more
+            now = counts.get(namespace, 0) + more
+            if now:
+                counts[namespace] = now
+            else:
+                counts.pop(namespace, None)
 
     def clear(self, slot: int, namespace: str, tier: int) -> Iterator[int]:
         """Nothing of the namespace is in a tier any more. A shard per step, for whoever has other things to do."""

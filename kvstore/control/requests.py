@@ -129,18 +129,25 @@ class TokensOf(_Body):
     """The whole chunks of a prompt."""
 
     tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS)]
-    context: ContextModel | Text
+    context: ContextModel | Text | None = Field(
+        None,
+        description="The fields of a KeyContext, or the name of one that the server has; null: its only one.",
+    )
     chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE
 
     def prompt(self, contexts: Mapping[str, KeyContext]) -> Prompt:
         """Raises `ConfigError`: a context that makes no sense, or of no name known here."""
-        if isinstance(self.context, str):
-            context = contexts.get(self.context)
-            if context is None:
-                known = ", ".join(sorted(contexts)) or "none"
-                raise ConfigError(f"no context of the name {self.context[:80]!r} is configured here; known: {known}")
-        else:
+        known = ", ".join(sorted(contexts)) or "none"
+        if isinstance(self.context, ContextModel):
             context = self.context.context()
+        elif self.context is not None:
+            if self.context not in contexts:
+                raise ConfigError(f"no context of the name {self.context[:80]!r} is configured here; known: {known}")
+            context = contexts[self.context]
+        elif len(contexts) == 1:
+            (context,) = contexts.values()
+        else:
+            raise ConfigError(f"tokens need a context: its fields, or the name of one that is configured here: {known}")
         return Prompt(chunk_keys(self.tokens, context=context, chunk_size=self.chunk_size), self.chunk_size)
 
 

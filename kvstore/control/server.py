@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from types import TracebackType
@@ -53,8 +54,12 @@ class HttpServer:
             import uvicorn
         except ImportError as error:  # pragma: no cover - the tests have it
             raise ConfigError("the control API needs uvicorn: pip install 'kvstore[control]'", cause=error) from error
-        tls = settings.tls()
         self._socket = listen(settings) if listener is None else listener
+        try:
+            tls = settings.tls()
+        except ConfigError:
+            self._socket.close()
+            raise
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.url = f"{'https' if tls else 'http'}://{self.address}"
@@ -76,6 +81,7 @@ class HttpServer:
         config.ssl = tls
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._pid = os.getpid()
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvstore-http", daemon=True)
@@ -98,7 +104,10 @@ class HttpServer:
 
     def close(self, drain_s: float = 5.0) -> None:
         """Accept nobody any more, let requests under way end within `drain_s` seconds, and stop. May be called twice,
-        and in the child of a fork, where it does nothing."""
+        and in the child of a fork, where it does nothing but let go of the address."""
+        if self._pid != os.getpid():
+            self._socket.close()
+            return
         self._server.config.timeout_graceful_shutdown = max(0, round(drain_s))
         self._server.should_exit = True
         if not self._ended.wait(drain_s + 2.0):

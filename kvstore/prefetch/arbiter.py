@@ -140,6 +140,8 @@ class Arbiter(Allotment):
                 stop = min(end, state.deadline)
                 if need_pool:
                     self._wait_for_pool(state, stop)
+                    with self._locked():
+                        self._pump()  # if it was in vain, it is asked for again: nobody else may come by to do so
                     continue
                 state.wake.wait(_POLL_S if late else max(seconds_left(stop), _POLL_S))
                 if late:

@@ -73,7 +73,8 @@ def plan(
         raise ConfigError("the groups of a plan must follow each other without holes")
     if math.isnan(remaining_s) or (speeds.bytes_per_s is not None and not speeds.bytes_per_s >= 0):
         raise ConfigError(f"remaining_s={remaining_s} or bytes_per_s={speeds.bytes_per_s} is not a sensible number")
-    if speeds.prefill is None and any(g.repair is not None and not s.there for g, s in zip(groups, standing, strict=True)):
+    moved = (s for g, s in zip(groups, standing, strict=True) if g.repair is not None)
+    if speeds.prefill is None and not all(s.there for s in moved):
         raise ConfigError("a group to repair needs a prefill model")
     return _Planner(groups, standing, speeds, remaining_s, new_tokens, policy or Policy(), layered).plan()
 

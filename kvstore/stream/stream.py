@@ -17,6 +17,7 @@ from kvstore.prefetch.mailbox import Mailbox
 from kvstore.prefetch.plan import Chunk
 from kvstore.scheduler import Priority, seconds_left
 from kvstore.targets import Progress, Want, flat_bytes
+from kvstore.telemetry.logs import current_request, resume_request
 
 from .course import Course, Report
 from .shapes import level_sizes
@@ -107,6 +108,7 @@ class Stream(Mailbox):
         self._chunks, self._parts = chunks, parts
         self._recompute = recompute
         self._deadline = deadline
+        self._request = current_request()  # transfers also begin in threads of the store's
         self._wake = threading.Event()
         self._ready: dict[int, None] = {}  # groups that are there or finer, to be given
         self._given: set[int] = set()
@@ -294,7 +296,15 @@ class Stream(Mailbox):
             self._finished = True
             if not self._course.report.counted:
                 self._course.report.counted = True
-                self._streamer._ended(self._course.report)
+                report = self._course.report
+                loaded = [
+                    self._chunks[place].spec.raw_bytes
+                    for group, level in enumerate(report.levels)
+                    if level >= 0
+                    for place in self._parts[group].chunks
+                ]
+                with resume_request(self._request):
+                    self._streamer._ended(report, loaded)
         self._wake.set()
 
     def _load(self, step: Step) -> None:
@@ -334,9 +344,10 @@ class Stream(Mailbox):
         more = self._course.ready
         self._course.started(step, time.monotonic())
         try:
-            load.completion = self._streamer.store.submit_get(
-                wants, priority=Priority.PREFETCH if more else Priority.DEMAND, deadline=self._deadline
-            )
+            with resume_request(self._request):
+                load.completion = self._streamer.store.submit_get(
+                    wants, priority=Priority.PREFETCH if more else Priority.DEMAND, deadline=self._deadline
+                )
         except KVStoreError as error:  # the store is closed, or cannot store such KV: no other want will do better
             self._course.ended(step, time.monotonic(), ok=False)
             self._fail_all(error)

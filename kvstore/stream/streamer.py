@@ -18,13 +18,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
 from kvstore.metrics import Metric
 from kvstore.prefetch.plan import Chunk
 from kvstore.targets import flat_bytes
+from kvstore.telemetry.logs import current_request
 from kvstore.telemetry.requests import RequestReport, report_request
 
 from .course import Course, Report
@@ -162,19 +162,12 @@ class Streamer:
             slo_s=slo_s,
             deadline_s=seconds,
             new_tokens=new_tokens,
-            policy=self._capped(policy or self.policy),
+            policy=(policy or self.policy).capped(self.store.config.codec_level),
         )
         course.begin(begun)
         with self._lock:
             self._counts["requests"] += 1
         return Stream(self, course, list(chunks), parts, recompute, begun + seconds, into)
-
-    def _capped(self, policy: Policy) -> Policy:
-        """The option `codec_level` holds here too, unless the policy says otherwise."""
-        most = self.store.config.codec_level
-        if policy.max_level is not None or most is None:
-            return policy
-        return replace(policy, max_level=max(most, policy.min_level))
 
     def _shape(self, chunks: Sequence[Chunk], deadline: float) -> Shape:
         """How large the levels of such records are: known from others, or read from the header of one or two. It is
@@ -199,7 +192,8 @@ class Streamer:
             self._shapes[_name(chunk)] = shape
         return shape
 
-    def _ended(self, report: Report) -> None:
+    def _ended(self, report: Report, loaded: Sequence[int]) -> None:
+        """A stream has ended. `loaded`: raw bytes of each chunk that came from the store."""
         with self._lock:
             counts = self._counts
             counts["violations"] += report.violated
@@ -231,9 +225,12 @@ class Streamer:
         )
         report_request(  # of the prefix; whoever iterates may have said in a `request_scope` whose it is
             RequestReport(
+                model=current_request().model or self.store._machinery.watch.model,
                 input_tokens=report.loaded_tokens + report.computed_tokens,
                 tokens_saved=report.loaded_tokens,
                 ttft_s=report.ttft_s if math.isfinite(report.ttft_s) else None,
+                hit_chunks=len(loaded),
+                cache_size_bytes=sum(loaded),
                 encoded_size_bytes=report.loaded_bytes,
             ),
             metrics=self._metrics,

@@ -116,24 +116,32 @@ class History:
     Args:
         sources: as for `exposition`.
         minutes: how many finished ones are kept.
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; it only says when a minute began. It may be set while minutes are counted.
+        monotonic: seconds, of `time.monotonic()`; by it minutes are long.
     """
 
-    def __init__(self, *sources: Source, minutes: int = 60, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        *sources: Source,
+        minutes: int = 60,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sources = sources
         self._clock = clock
+        self._monotonic = monotonic
         self._lock = threading.Lock()
         self._rows: deque[Minute] = deque(maxlen=minutes)
-        self._began = clock()
+        self._began = monotonic()
         self._before = self._totals()
         self._sums = dict.fromkeys(COLUMNS, 0.0)  # of the minute under way
 
     def tick(self) -> None:
         """End the minute under way if it is over. Cheap otherwise; to be called every second or so."""
-        if self._clock() - self._began < _MINUTE_S:
+        if self._monotonic() - self._began < _MINUTE_S:
             return
         with self._lock:
-            now = self._clock()
+            now = self._monotonic()
             if now - self._began >= _MINUTE_S:
                 self._take()
                 self._rows.append(self._row(now))
@@ -145,10 +153,11 @@ class History:
         self.tick()
         with self._lock:
             self._take()
-            return [*self._rows, self._row(self._clock())]
+            return [*self._rows, self._row(self._monotonic())]
 
     def _row(self, now: float) -> Minute:
-        return Minute(self._began, max(0.0, now - self._began), **self._sums)
+        seconds = now - self._began
+        return Minute(self._clock() - seconds, seconds, **self._sums)
 
     def _take(self) -> None:
         """Add what came since the last look. Called with the lock held."""

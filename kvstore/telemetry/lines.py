@@ -22,8 +22,8 @@ _END_S = 1.0
 
 
 class LineHandler(logging.Handler):
-    """Writes records, a line each, to a stream. How many were lost (nobody reads, or the disk is full) is told in a line
-    of its own as soon as one can be written again.
+    """Writes records, a line each, to a stream. How many were lost (nobody reads, or the disk is full) is told in a
+    line of its own as soon as one can be written again.
 
     Args:
         stream: text; one that has a file descriptor is not written to itself, but what it stands for.

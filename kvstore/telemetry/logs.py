@@ -30,7 +30,7 @@ from .lines import LineHandler
 
 __all__ = [
     "CACHE_HIT", "CACHE_STORE", "EVENTS", "TOKEN_USAGE", "JsonLines", "RequestInfo", "attach_event_log",
-    "configure_logs", "current_request", "current_request_id", "log_event", "request_scope",
+    "configure_logs", "current_request", "current_request_id", "log_event", "request_scope", "resume_request",
 ]  # fmt: skip
 
 EVENTS = logging.getLogger("kvstore.events")
@@ -79,6 +79,13 @@ def request_scope(request_id: str, *, model: str = "", prompt_length: int = 0, d
     if not isinstance(request_id, str) or not isinstance(model, str):
         raise ConfigError(f"request_scope: id and model are text, not {request_id!r:.40} and {model!r:.40}")
     info = RequestInfo(request_id[:_LONGEST], model[:_LONGEST], prompt_length, doc_count)
+    with resume_request(info):
+        yield
+
+
+@contextlib.contextmanager
+def resume_request(info: RequestInfo) -> Iterator[None]:
+    """What is submitted in this block is for the request that `current_request` told of in another thread."""
     token = _current.set(info)
     try:
         yield
@@ -160,8 +167,8 @@ def _value(value: object) -> str:
 
 
 class TextLines(logging.Formatter):
-    """For people: level, logger, message, and the fields as name=value. Control characters are shown as escapes, and the
-    lines of a traceback are indented: whatever a message quotes, it does not begin a line."""
+    """For people: level, logger, message, and the fields as name=value. Control characters are shown as escapes, and
+    the lines of a traceback are indented: whatever a message quotes, it does not begin a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See the class."""

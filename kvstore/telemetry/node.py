@@ -9,15 +9,16 @@ somebody looks. The core does not import the node: what is needed of it is these
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kvstore.errors import ClosedError
-from kvstore.metrics import Metric
+from kvstore.metrics import OTHER, Metric
 
 from .prometheus import Snapshot, Source
 
-__all__ = ["NODE_METRICS", "Usage", "node_source"]
+__all__ = ["MOST_NAMESPACES", "NODE_METRICS", "Usage", "node_source"]
 
 _NS = ("namespace",)
 _TIER = ("namespace", "tier")
@@ -51,6 +52,9 @@ NODE_METRICS = {metric.name: metric for metric in (
     Metric("kvstore_node_tier_records", "gauge", "Records in a tier, if they are counted.", _TIER),
     Metric("kvstore_node_tier_pinned_records", "gauge", "Records that are pinned.", _TIER),
 )}  # fmt: skip
+
+MOST_NAMESPACES = 256
+"""Namespaces that have series of their own; what further ones count is added up under `OTHER`."""
 
 _BYTES = {"bytes_in": "in", "bytes_out": "out"}
 _REQUESTS = ("busy", "late", "abandoned")
@@ -99,10 +103,12 @@ def node_source(
     def snapshot() -> Snapshot:
         found = _Families()
         try:
-            _of_stats(found, stats())
+            now = stats()
+            names = {name: name or "default" for name in itertools.islice(now["namespaces"], MOST_NAMESPACES)}
+            _of_stats(found, now, names)
             hits = 0
             for tier in usage():
-                _of_tier(found, tier)
+                _of_tier(found, tier, names.get(tier.namespace, OTHER))
                 hits += tier.hits
             if prefill_per_record:
                 found.add("kvstore_node_prefill_saved_seconds_total", hits * prefill_per_record)
@@ -118,16 +124,22 @@ class _Families:
 
     def __init__(self) -> None:
         self.families: dict[str, dict[str, Any]] = {}
+        self._known: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
         metric = NODE_METRICS[name]
         family = self.families.setdefault(
             name, {"kind": metric.kind, "doc": metric.doc, "labels": list(metric.labels), "series": []}
         )
-        family["series"].append({"labels": dict(zip(metric.labels, labels, strict=True)), "value": value})
+        known = self._known.get((name, *labels))
+        if known is None:
+            known = {"labels": dict(zip(metric.labels, labels, strict=True)), "value": 0}
+            self._known[name, *labels] = known
+            family["series"].append(known)
+        known["value"] += value
 
 
-def _of_stats(found: _Families, stats: Mapping[str, Any]) -> None:
+def _of_stats(found: _Families, stats: Mapping[str, Any], names: Mapping[str, str]) -> None:
     found.add("kvstore_node_connections", stats["connections"])
     for result in ("accepted", "refused", "failed", "pushed_out"):
         found.add("kvstore_node_connections_total", stats[result], result)
@@ -140,7 +152,7 @@ def _of_stats(found: _Families, stats: Mapping[str, Any]) -> None:
     found.add("kvstore_node_sessions", stats["sessions"])
     found.add("kvstore_node_listings", stats["listings"])
     for name, space in stats["namespaces"].items():
-        shown = name or "default"
+        shown = names.get(name, OTHER)
         for what, value in space.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or what in _NOT_COUNTED:
                 continue
@@ -154,8 +166,8 @@ def _of_stats(found: _Families, stats: Mapping[str, Any]) -> None:
                 found.add("kvstore_node_records_total", value, shown, what)
 
 
-def _of_tier(found: _Families, tier: Usage) -> None:
-    labels = (tier.namespace or "default", tier.name)
+def _of_tier(found: _Families, tier: Usage, namespace: str) -> None:
+    labels = (namespace, tier.name)
     found.add("kvstore_node_tier_hits_total", tier.hits, *labels)
     found.add("kvstore_node_tier_evictions_total", tier.evicted, *labels)
     found.add("kvstore_node_tier_used_bytes", tier.used, *labels)

@@ -113,13 +113,13 @@ class _Collector:
                 for series in family["series"]:
                     buckets = [(_bound(bound), count) for bound, count in series["buckets"]]
                     buckets.append(("+Inf", series["count"]))
-                    histogram.add_metric([*series["labels"].values()], buckets, series["sum"])
+                    histogram.add_metric(_labels(series), buckets, series["sum"])
                 yield histogram
                 continue
             make = CounterMetricFamily if family["kind"] == "counter" else GaugeMetricFamily
             plain = make(name, text, labels=labels)
             for series in family["series"]:
-                plain.add_metric([*series["labels"].values()], series["value"])
+                plain.add_metric(_labels(series), series["value"])
             yield plain
         if self._lmcache_names:
             for theirs, ours in LMCACHE_NAMES.items():
@@ -131,6 +131,11 @@ class _Collector:
     def _values(self, name: str, labels: Mapping[str, str]) -> list[float]:
         series = self._found.get(name, {"series": ()})["series"]
         return [each["value"] for each in series if labels.items() <= each["labels"].items()]
+
+
+def _labels(series: Mapping[str, Any]) -> list[str]:
+    """Values of labels; what UTF-8 cannot be (a path with other bytes in it) is shown as an escape."""
+    return [value.encode("utf-8", "backslashreplace").decode() for value in series["labels"].values()]
 
 
 def _bound(value: float) -> str:

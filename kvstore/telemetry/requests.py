@@ -45,7 +45,7 @@ class RequestReport:
         model: its model's name; "": that of `request_scope`.
         input_tokens: tokens of the prompt.
         output_tokens: tokens that were made.
-        tokens_saved: input tokens whose KV came from storage.
+        tokens_saved: input tokens whose KV came from storage, so that they were not computed; None: it is not known.
         ttft_s: seconds from its arrival to the first token.
         itl_s: mean seconds between its tokens.
         doc_count: documents that the prompt was made of (retrieval); None: it was not.
@@ -60,7 +60,7 @@ class RequestReport:
     model: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
-    tokens_saved: int = 0
+    tokens_saved: int | None = 0
     ttft_s: float | None = None
     itl_s: float | None = None
     doc_count: int | None = None
@@ -71,7 +71,7 @@ class RequestReport:
     started_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tokens_saved <= self.input_tokens or self.output_tokens < 0:
+        if not 0 <= (self.tokens_saved or 0) <= self.input_tokens or self.output_tokens < 0:
             raise ConfigError(
                 f"a request of {self.input_tokens} input and {self.output_tokens} output tokens cannot have saved "
                 f"{self.tokens_saved}"
@@ -84,8 +84,10 @@ class RequestReport:
 
     @property
     def recompute_ratio(self) -> float | None:
-        """Part of the input tokens that was computed although KV of the prompt was had; None without input."""
-        return (self.input_tokens - self.tokens_saved) / self.input_tokens if self.input_tokens else None
+        """Part of the input tokens that was computed; None without input, or if that is not known."""
+        if not self.input_tokens or self.tokens_saved is None:
+            return None
+        return (self.input_tokens - self.tokens_saved) / self.input_tokens
 
     @property
     def compression_ratio(self) -> float | None:
@@ -128,7 +130,8 @@ def report_request(report: RequestReport, *, metrics: Metrics | None = None, tra
         _count(report, metrics)
     if tracer is not None:
         started = report.started_s if report.started_s is not None else time.time() - (report.ttft_s or 0.0)
-        tracer.request(report.fields(), request, started, cache_hit=report.tokens_saved > 0)
+        hit = None if report.tokens_saved is None else report.tokens_saved > 0
+        tracer.request(report.fields(), request, started, cache_hit=hit)
 
 
 def _count(report: RequestReport, metrics: Metrics) -> None:
@@ -138,8 +141,10 @@ def _count(report: RequestReport, metrics: Metrics) -> None:
         ("kvstore_requests_total", (), 1),
         ("kvstore_request_tokens_total", ("input",), report.input_tokens),
         ("kvstore_request_tokens_total", ("output",), report.output_tokens),
-        ("kvstore_request_tokens_total", ("saved",), report.tokens_saved),
     ]
+    saved = report.tokens_saved
+    if saved is not None:
+        changes.append(("kvstore_request_tokens_total", ("saved",), saved))
     if report.ttft_s is not None:
         changes.append(("kvstore_request_ttft_seconds", (), report.ttft_s))
     if report.itl_s is not None:
@@ -149,7 +154,10 @@ def _count(report: RequestReport, metrics: Metrics) -> None:
         changes += [
             ("kvstore_request_documents_total", ("hit",), hits),
             ("kvstore_request_documents_total", ("miss",), report.doc_count - hits),
+        ]
+    if report.doc_count is not None and saved is not None:
+        changes += [
             ("kvstore_blend_tokens_total", ("input",), report.input_tokens),
-            ("kvstore_blend_tokens_total", ("computed",), report.input_tokens - report.tokens_saved),
+            ("kvstore_blend_tokens_total", ("computed",), report.input_tokens - saved),
         ]
     metrics.update(changes)

@@ -195,17 +195,21 @@ class Tracer:
         span.end(now)
         self.live.discard(trace)
 
-    def request(self, facts: Mapping[str, Any], request: RequestInfo, started: float, *, cache_hit: bool) -> None:
+    def request(
+        self, facts: Mapping[str, Any], request: RequestInfo, started: float, *, cache_hit: bool | None
+    ) -> None:
         """The span of a whole request, which ends now.
 
         Args:
             facts: fields of its log line.
             started: seconds since the epoch.
+            cache_hit: None: it is not known.
         """
         if not self._keep():
             return
         attributes = self._annotations("request", request)
-        attributes["cache_hit"] = cache_hit
+        if cache_hit is not None:
+            attributes["cache_hit"] = cache_hit
         known = {**facts, "compressed_size_bytes": facts.get("encoded_size_bytes")}
         for name in (*METADATA, "recompute_ratio", "tokens_saved", "input_tokens", "output_tokens"):
             if known.get(name) is not None:

@@ -34,9 +34,8 @@ __all__ = ["StoreWatch", "medium_of"]
 
 OPERATIONS = ("lookup", "get", "put", "lease", "delete")
 
-# Operation → marker of its line in the event log, which number must not be 0 for one, and which must be known: a get of
-# headers alone had nothing of a record.
-_MARKERS = {"get": (CACHE_HIT, "hit_chunks", "tokens_saved"), "put": (CACHE_STORE, "stored_chunks", "stored_chunks")}
+# Operation → marker of its line in the event log, and which number must not be 0 for one.
+_MARKERS = {"get": (CACHE_HIT, "hit_chunks"), "put": (CACHE_STORE, "stored_chunks")}
 _MEDIA = {"memory": "memory", "file": "disk"}
 _RESULTS = {"put_stored": "stored", "put_exists": "exists", "put_errors": "error", "put_dropped": "dropped"}
 _Series = tuple[str, tuple[str, ...]]
@@ -177,8 +176,8 @@ class StoreWatch:
             error = facts.pop("error", "")
             if self._codec == "raw":  # nothing was compressed
                 facts.pop("compression_ratio", None)
-        marker, counted, known = _MARKERS.get(operation, ("", "", ""))
-        if facts.get(counted) and known in facts:
+        marker, counted = _MARKERS.get(operation, ("", ""))
+        if facts.get(counted):
             fields = {**facts, "seconds": round(seconds, 6)}
             fields["encoded_size_bytes"] = fields.pop("compressed_size_bytes", None)
             fields.pop("cache_hit", None)
@@ -275,8 +274,10 @@ def _first_error(outcomes: Sequence[Any]) -> str:
 
 
 def _facts_of_get(outcomes: Sequence[Any], _: Sequence[Any], fresh: Sequence[int]) -> dict[str, Any]:
-    if not fresh:  # headers
-        return _facts_of_any(outcomes, (), ())
+    if not fresh:  # of headers alone nothing is a hit yet
+        facts = _facts_of_any(outcomes, (), ())
+        del facts["hit_chunks"]
+        return facts
     ok = Status.OK
     hits = [outcome[1] for outcome in outcomes if outcome[0] is ok]
     first = [tokens for tokens, outcome in zip(fresh, outcomes, strict=True) if outcome[0] is ok and tokens >= 0]

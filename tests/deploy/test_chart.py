@@ -14,9 +14,13 @@ import pytest
 import yaml
 
 from kvstore.config import load_config
+from kvstore.control import Client
 from kvstore.integrations import vllm
 from kvstore_cli.serve_http import control_settings
 from kvstore_cli.serve_options import Settings, load_settings
+
+from tests.servers.certificate import make_certificate
+from tests.transport_support import wait_until
 
 from .support import CHART, DEPLOY, MANIFEST, VERSIONS, ask, child, free_port, of_kind, rendered, running, until
 
@@ -31,7 +35,7 @@ FULL: dict[str, Any] = {
     "hostNetwork": False,
     "ports": {"node": 7171, "http": 7181},
     "controller": {"enabled": True},
-    "tls": {"secret": "kvstore-tls"},
+    "tls": {"secret": "kvstore-tls", "ca": "ca.crt"},
     "extraResources": {"vpc.amazonaws.com/efa": 1},
     "priorityClassName": "system-node-critical",
     "nodeSelector": {"nvidia.com/gpu.present": "true"},
@@ -96,6 +100,8 @@ def test_the_schemas_do_find_faults() -> None:
         ({"tokens": {"secret": ""}}, "secret"),
         ({"config": {"listen": "127.0.0.1:1"}}, "config.listen is set by the chart"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"tls": {"ca": "ca.crt"}}, "tls.secret"),
+        ({"tls": {"secret": "x", "ca": "../ca.crt"}}, "ca"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(values: dict[str, Any], says: str) -> None:
@@ -219,6 +225,50 @@ def test_the_controllers_command_runs(tmp_path: Path) -> None:
             until(f"http://127.0.0.1:{http}{container[probe]['httpGet']['path']}")
         assert ask(f"http://127.0.0.1:{http}/v1/workers", "token-admin") == (200, "[]")
         assert ask(f"http://127.0.0.1:{http}/v1/workers", "token-wrong")[0] == 401
+
+
+def test_nodes_and_controller_trust_each_other_by_the_authority_in_the_secret(tmp_path: Path) -> None:
+    http, port, own = free_port(), free_port(), free_port()
+    (case,) = rendered({
+        "memory": "1GiB", "ports": {"http": own, "node": port}, "controller": {"enabled": True, "port": http},
+        "tls": {"secret": "kvstore-tls", "ca": "ca.crt"}, "serviceMonitor": {"enabled": True},
+    })  # fmt: skip
+    documents = case["documents"]
+    (endpoint,) = of_kind(documents, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"] == {
+        "serverName": "kvstore.kvstore.svc", "ca": {"secret": {"name": "kvstore-tls", "key": "ca.crt"}},
+    }  # fmt: skip
+    for name in ("node", "admin"):
+        (tmp_path / name).write_text(f"token-{name}")
+    tls = tmp_path / "tls"
+    tls.mkdir()
+    signed = make_certificate(tmp_path / "both.pem")
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        shutil.copy(signed, tls / name)
+
+    def here(text: str) -> str:
+        for inside, outside in (
+            ("/run/secrets/kvstore-tls", tls), ("/run/secrets/kvstore", tmp_path), ("/run/kvstore", tmp_path),
+            ("0.0.0.0:", "127.0.0.1:"), ("kvstore-controller.kvstore.svc", "127.0.0.1"),
+        ):  # fmt: skip
+            text = text.replace(inside, str(outside))
+        return text
+
+    (tmp_path / "node.yaml").write_text(here(node_yaml(documents)))
+    (container,) = of_kind(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
+    ca = str(tls / "ca.crt")
+    with (
+        running([here(word) for word in container["command"][1:]]),
+        running(["serve", "--config", str(tmp_path / "node.yaml")]),
+        Client(f"https://127.0.0.1:{http}", token="token-admin", ca=ca) as client,
+    ):
+        wait_until(lambda: [each.state for each in client.health()] == ["ready"])
+        (worker,) = client.workers()
+        assert worker.http == f"https://127.0.0.1:{own}"
+        started = client.clear(everything=True, instances=[worker.instance])  # passed on to the node, over TLS
+        assert not started.failures
+        assert client.wait(started, timeout=30).ok
 
 
 def test_the_plain_manifests_are_the_chart_with_its_defaults(cases: list[dict[str, Any]]) -> None:

@@ -73,9 +73,9 @@ class Role:
 
     def step(self) -> None:
         outputs = self.llm.step()
-        if self.engine.worker.counters["arrived_chunks"] != self.arrived:
-            self.arrived = self.engine.worker.counters["arrived_chunks"]
-            self.say("arrived", chunks=self.arrived)
+        if (arrived := self.engine.worker.counters["arrived_chunks"]) != self.arrived:
+            self.say("arrived", chunks=arrived, before=self.arrived)
+            self.arrived = arrived
         if not outputs:
             time.sleep(0.001)  # as vLLM's own loop does
         for out in outputs:

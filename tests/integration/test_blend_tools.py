@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer: Any = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
     tiny_model("llama", vocab_size=512, num_hidden_layers=4, max_position_embeddings=8192).save_pretrained(path)
     return path
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import logging
 import random
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from kvstore.control.settings import ControlSettings
 from kvstore.errors import ConfigError, TransientError
 from kvstore.keys import Key
 from tests.control_support import PlainInstance, controller, eventually, keys_of, plain_node, reporting
+from tests.servers.certificate import make_certificate
 
 NOBODY = Access(ControlSettings()).recognise(None)
 
@@ -226,7 +231,7 @@ def test_nodes_are_asked_with_the_callers_token_and_namespaces_stay_apart() -> N
             with pytest.raises(DeniedError, match="admin token"):
                 mine.move(keys=keys, namespace="team-a", src="memory", dst="n1", to_instance=True)
             for client in (mine, nobody):
-                with pytest.raises(DeniedError, match="report token"):
+                with pytest.raises(DeniedError, match=r"report token|needs a token"):
                     client.report(_report(first))
 
 
@@ -443,3 +448,151 @@ def test_a_name_that_cannot_stand_in_an_event_is_refused() -> None:
             with pytest.raises(ConfigError, match="name"):
                 client.report(_report(instance))
         assert client.workers() == []
+
+
+# Nodes that lie, or whose words cross.
+
+
+def _event(op: str, keys: list[Key], tier: str = "memory", namespace: str = "") -> dict[str, Any]:
+    return {"namespace": namespace, "tier": tier, "op": op, "keys": base64.b64encode(b"".join(keys)).decode()}
+
+
+def test_what_a_node_still_tells_when_its_successor_is_there_counts_for_nobody() -> None:
+    """A report is taken in in slices; between two of them the node is started anew, tells all it has, and the slot of
+    its old self goes to another."""
+    keys = keys_of(1, 5000)
+
+    async def run(**told: Any) -> None:
+        controlled = Controller()
+        old, new = PlainInstance("n0", started=1000.0), PlainInstance("n0", started=2000.0)
+        other = PlainInstance("n1")
+        if "snapshot" not in told:
+            await controlled.report(Report(**_report(old, snapshot=_snapshot([]))))
+        late = asyncio.create_task(controlled.report(Report(**_report(old, **told))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not late.done()
+        for instance in (new, other):
+            reply = await controlled.report(Report(**_report(instance, snapshot=_snapshot([]))))
+            assert not reply.snapshot
+            await controlled.tick()
+        assert (await late).snapshot
+        await controlled.tick()
+        for key in (keys[0], keys[-1]):
+            assert (await controlled.lookup(_ask(), Prompt([key], 8))).places == ()
+        assert [worker.chunks for worker in await controlled.workers(_ask())] == [0, 0]
+        assert len(controlled._index) == 0
+        await controlled.stop()
+
+    asyncio.run(run(since=0, next=1, events=[_event("admit", keys)]))
+    asyncio.run(run(snapshot=_snapshot(keys)))
+    asyncio.run(run(snapshot=_snapshot(keys, last=False)))
+
+
+def test_a_node_speaks_of_its_own_namespaces_only() -> None:
+    async def run() -> None:
+        controlled = Controller()
+        instance = PlainInstance("n0")
+        await controlled.report(Report(**_report(instance, snapshot=_snapshot([]))))
+        for op in ("admit", "evict", "clear"):
+            event = _event(op, keys_of(1, 2) if op != "clear" else [], namespace="team-b")
+            with pytest.raises(ConfigError, match="namespace 'team-b', which it has not named"):
+                await controlled.report(Report(**_report(instance, since=0, next=1, events=[event])))
+        assert controlled._index.namespaces() == []
+        await controlled.stop()
+
+    asyncio.run(run())
+
+
+def test_two_nodes_of_one_name_that_were_started_at_one_moment_do_not_take_turns() -> None:
+    async def run() -> None:
+        controlled = Controller()
+        twins = [PlainInstance("n0", started=1000.0) for _ in range(2)]
+        refused = 0
+        for _ in range(4):
+            for twin in twins:
+                try:
+                    await controlled.report(Report(**_report(twin, snapshot=_snapshot(keys_of(1, 1)))))
+                except ConfigError:
+                    refused += 1
+        assert refused in (3, 4)  # one of them from its first word on, or as soon as the other has spoken
+        await controlled.stop()
+
+    asyncio.run(run())
+
+
+def test_there_are_not_more_nodes_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.control.controller._MOST_NODES", 3)
+
+    async def run() -> None:
+        controlled = Controller()
+        for number in range(3):
+            await controlled.report(Report(**_report(PlainInstance(f"n{number}"))))
+        with pytest.raises(TransientError, match="3 instances report here already"):
+            await controlled.report(Report(**_report(PlainInstance("n3"))))
+        await controlled.report(Report(**_report(PlainInstance("n1"))))
+        assert len(await controlled.workers(_ask())) == 3
+        await controlled.stop()
+
+    asyncio.run(run())
+
+
+def test_where_nodes_show_certificates_no_token_is_sent_to_one_that_has_none(tmp_path: Path) -> None:
+    ca = str(make_certificate(tmp_path / "ca.pem"))
+
+    async def run() -> None:
+        controlled = Controller(ca=ca)
+        with pytest.raises(ConfigError, match="https"):
+            await controlled.report(Report(**_report(PlainInstance("n0", http="http://127.0.0.1:1"))))
+        await controlled.report(Report(**_report(PlainInstance("n1", http="https://127.0.0.1:1"))))
+        await controlled.report(Report(**_report(PlainInstance("n2"))))
+        assert [worker.instance for worker in await controlled.workers(_ask())] == ["n1", "n2"]
+        await controlled.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1", "true", "1e999", "9" * 400])
+def test_a_load_that_is_no_load_is_refused(number: str) -> None:
+    with controller() as (_, url), Client(url) as client:
+        body = json.dumps(_report(PlainInstance("n0"))).replace('"load": 0.0', f'"load": {number}')
+        assert number in body
+        request = urllib.request.Request(f"{url}/v1/report", body.encode(), {"content-type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        with refused.value as error:
+            assert error.code == 422
+            assert "load" in json.load(error)["error"]["message"]
+        assert client.workers() == []
+
+
+def test_a_node_that_drains_or_is_lost_has_no_hits_to_route_by() -> None:
+    keys = keys_of(1, 4)
+
+    async def run() -> None:
+        clock = _Clock()
+        controlled = Controller(clock=clock)
+        holder, other = PlainInstance("n0"), PlainInstance("n1")
+        both = {"n0": 0.0, "n1": 0.0}
+        # The candidate that has it is not the one that rendezvous hashing would take.
+        nobody = await controlled.route(_ask(), Prompt(keys, 8), both)
+        if nobody.instance == "n0":
+            holder, other = other, holder
+        name = holder.info().name
+        await controlled.report(Report(**_report(holder, snapshot=_snapshot(keys))))
+        await controlled.report(Report(**_report(other, snapshot=_snapshot([]))))
+        assert (await controlled.route(_ask(), Prompt(keys, 8), both)).instance == name
+        holder.healthy = Health(True, False, 0.0)
+        await controlled.report(Report(**_report(holder, health=asdict(holder.healthy))))
+        found = await controlled.route(_ask(), Prompt(keys, 8), both)
+        assert (found.instance, found.hit_tokens) == (other.info().name, 0)
+        await controlled.report(Report(**_report(holder)))
+        assert (await controlled.route(_ask(), Prompt(keys, 8), both)).instance == name
+        clock.now += 11
+        await controlled.report(Report(**_report(other)))
+        assert (await controlled.route(_ask(), Prompt(keys, 8), both)).hit_tokens == 0
+        # Only such ones: somebody is better than nobody, since he who asks named them.
+        assert (await controlled.route(_ask(), Prompt(keys, 8), {name: None})).instance == name
+        await controlled.stop()
+
+    asyncio.run(run())

@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import kvstore
-from kvstore.control import Client
+from kvstore.control import Client, Health
 from kvstore.errors import TransientError
+from kvstore_cli.main import kvstore as kvstore_command
 from kvstore_cli.main import main
 from tests.control_support import CONTEXT, eventually, keys_of, plain_node
 
@@ -184,7 +186,9 @@ def test_a_controller_and_two_nodes_as_their_operator_uses_them(
         (["lookup", "zz"], "not a key"),
         (["lookup", "ab" * 32, "--tokens", "x"], "name the KEYs"),
         (["lookup", "--tokens", "/nowhere", "--context", "x"], "/nowhere cannot be read"),
-        (["lookup", "--tokens", "x"], "needs --context"),
+        (["lookup", "--tokens", "x"], "fewer tokens than a chunk (256)"),
+        (["lookup", "--tokens", "x", "--context", "y", "--context-name", "z"], "one of them"),
+        (["lookup", "ab" * 32, "--context-name", "z"], "goes with --tokens"),
         (["route", "ab" * 32, "--candidate", "a=b"], "NAME=WAITING_TOKENS"),
         (["clear"], "say what to remove"),
         (["clear", "--model", "m"], "say --yes"),
@@ -250,6 +254,72 @@ def test_jobs_of_a_single_node_on_the_command_line(capsys: pytest.CaptureFixture
         assert _run(capsys, "lookup", *words, *at)[0] == 1
         assert main(["ctl", "compress", *words, "--codec", "kvt", *at]) == 2
         assert "'kvt'" in capsys.readouterr().err
+
+
+def test_tokens_alone_are_enough_where_the_server_knows_what_they_are_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = keys_of(1, 6)
+    (tmp_path / "tokens").write_text(" ".join(["2 0"] * 24))
+    prompt = ["--tokens", str(tmp_path / "tokens"), "--chunk-size", "8"]
+    with plain_node("n0", contexts={"mine": CONTEXT}) as (instance, url):
+        instance.put("", "memory", keys[:5])
+        at = ["--url", url]
+        assert _run(capsys, "lookup", *prompt, *at)[1]["hit_tokens"] == 40
+        assert _run(capsys, "lookup", *prompt, "--context-name", "mine", *at)[1]["hit_tokens"] == 40
+        assert _run(capsys, "pin", *prompt, *at)[1]["count"] == 5
+        assert _run(capsys, "clear", *prompt, "--wait", "5s", *at)[1]["jobs"]["n0"]["done"] == 5
+        assert main(["ctl", "lookup", *prompt, "--context-name", "other", *at]) == 2
+        assert "known: mine" in capsys.readouterr().err
+    with plain_node("n0", contexts={"mine": CONTEXT, "other": CONTEXT}) as (_, url):
+        assert main(["ctl", "lookup", *prompt, "--url", url]) == 2
+        assert "mine, other" in capsys.readouterr().err
+
+
+def test_what_a_node_says_of_itself_does_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with plain_node("n0") as (instance, url):
+        instance.healthy = Health(True, False, 0.0, ["\x1b]0;mine\x07\x9b2J wörter"])
+        assert main(["ctl", "health", "--url", url]) == 1
+        shown = capsys.readouterr().out
+        assert r"\x1b]0;mine\x07\x9b2J wörter" in shown
+        assert not set(shown) & set("\x1b\x07\x9b")
+        assert _run(capsys, "health", "--url", url)[1][0]["health"]["problems"] == instance.healthy.problems
+
+
+def _commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def test_every_command_is_there_and_writes_json() -> None:
+    found = dict(_commands(kvstore_command))
+    of_issue = ["serve", "doctor", "ls", "stat", "verify", "rm", "options", "config check", "plan", "ctl lookup",
+                "ctl query-ip", "ctl pin", "ctl unpin", "ctl clear", "ctl move", "ctl compress", "ctl decompress",
+                "ctl health", "ctl check-finish", "ctl workers", "ctl route", "cloudwatch publish"]  # fmt: skip
+    assert {tuple(words.split()) for words in of_issue} <= set(found)
+    assert [path for path, command in found.items() if not any("--json" in each.opts for each in command.params)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["kvstore", "c"], {"config", "ctl", "cloudwatch"}),
+        (["kvstore", "ctl", "che"], {"check-finish"}),
+        (["kvstore", "ctl", "lookup", "--tok"], {"--tokens", "--token-file"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(words: list[str], expected: set[str]) -> None:
+    given = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore_cli"], env=ENVIRONMENT | given, capture_output=True, text=True, check=True
+    )
+    assert {line.partition(",")[2] for line in done.stdout.split()} == expected
 
 
 def test_the_context_of_a_file_is_that_of_the_code(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class Engine:
                         while not self.gate.is_set():
                             await asyncio.sleep(0.01)
                     yield f"data: {json.dumps({'choices': [{'text': token, 'index': 0}]})}\n\n"
+                if body.get("stream_options", {}).get("include_usage"):
+                    yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
                 yield "data: [DONE]\n\n"
             except asyncio.CancelledError:
                 self.gone += 1
@@ -150,13 +152,15 @@ class Place:
         log = stack.enter_context((folder / "router.log").open("w"))
         process = subprocess.Popen(
             [sys.executable, str(ROUTER), "--listen", self.host, "--controller", self.control_url, "--context",
-             str(folder / "context.yaml"), "--chunk-size", str(CHUNK), *words],
+             str(folder / "context.yaml"), "--chunk-size", str(CHUNK), "--event-log", "stdout",
+             "--decide-timeout", "30", *words],
             env={name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")},
-            stderr=log,
+            stdout=stack.enter_context((folder / "events").open("w")), stderr=log,
         )  # fmt: skip
         stack.callback(process.wait)
         stack.callback(process.terminate)
         self.log = folder / "router.log"
+        self.events = folder / "events"
         self.client = stack.enter_context(Client(self.control_url))
 
         def ready() -> bool:
@@ -192,12 +196,14 @@ class Place:
         finally:
             connection.close()
 
-    def stream(self, prompt: str, tokens: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def stream(
+        self, prompt: str, tokens: int, **more: Any
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self.host, timeout=60)
         connection.request(
             "POST", "/v1/completions",
-            json.dumps({"model": "org/model", "prompt": prompt, "max_tokens": tokens, "stream": True}),
-            {"content-type": "application/json"},
+            json.dumps({"model": "org/model", "prompt": prompt, "max_tokens": tokens, "stream": True, **more}),
+            {"content-type": "application/json", "x-request-id": "r-17"},
         )  # fmt: skip
         return connection, connection.getresponse()
 
@@ -251,6 +257,27 @@ def test_prompts_go_where_their_beginning_is_and_answers_come_as_they_are_made(p
     assert (first + rest).count(b"data: ") == 6
     connection.close()
     engine.gate.clear()
+
+    # What the engine says of tokens, and when the first one came, is a line of the event log.
+    connection, response = place.stream(prompt, 5, stream_options={"include_usage": True})
+    while not place.engines[homes[next(iter(homes))]].gate.is_set():
+        response.readline()
+        engine.gate.set()
+    response.read()
+    connection.close()
+    engine.gate.clear()
+    eventually(lambda: '"r-17"' in place.events.read_text())
+    lines = [json.loads(line) for line in place.events.read_text().splitlines()]
+    assert {line["message"] for line in lines} == {"token_usage"}
+    (told,) = [line for line in lines if line.get("request_id") == "r-17"]
+    assert (told["model_name"], told["input_tokens"], told["output_tokens"]) == ("org/model", 647, 5)
+    assert told["tokens_saved"] == 640
+    assert told["recompute_ratio"] == pytest.approx(7 / 647, abs=1e-6)
+    assert told["ttft_ms"] > 0
+    assert told["itl_ms"] > 0
+    whole = [line for line in lines if line.get("request_id") != "r-17"]
+    assert len(whole) == 16
+    assert all("ttft_ms" not in line for line in whole), "of an answer in one piece nobody knows it"
 
     # Who goes away ends the engine's work.
     connection, response = place.stream(prompt, 5)

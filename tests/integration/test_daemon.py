@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -329,6 +332,107 @@ def test_daemons_over_one_bucket_with_credentials_from_the_environment(daemons: 
         other.close()
         assert daemons[1].end() == 0
         assert SECRET_KEY not in log.read_text(encoding="utf-8")
+
+
+class Silent(threading.Thread):
+    """Takes connections and never says a word."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._socket.getsockname())
+        self.heard: list[socket.socket] = []
+
+    def run(self) -> None:
+        while True:
+            try:
+                self.heard.append(self._socket.accept()[0])
+            except OSError:
+                return
+
+    def end(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self.join(60)
+        for each in (self._socket, *self.heard):
+            each.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    found = Silent()
+    found.start()
+    yield found
+    found.end()
+
+
+@pytest.mark.parametrize("second", [None, signal.SIGINT])
+def test_a_remote_place_that_says_nothing_holds_up_neither_start_nor_end(
+    daemons: list[Daemon], tmp_path: Path, silent: Silent, second: signal.Signals | None
+) -> None:
+    remote = f"s3://bucket/kv?endpoint_url=http://{silent.address}&region=us-east-1&addressing=path"
+    secrets = {"KVSTORE_S3_ACCESS_KEY_ID": "x", "KVSTORE_S3_SECRET_ACCESS_KEY": "y"}
+    log = tmp_path / "log"
+    daemons.append(
+        Daemon(
+            "--unix",
+            str(tmp_path / "node.sock"),
+            "--http",
+            "127.0.0.1:0",
+            "--memory",
+            "16MiB",
+            "--remote",
+            remote,
+            "--drain-timeout",
+            "1s" if second is None else "600s",
+            errors=log,
+            **secrets,
+        )
+    )
+    daemon = daemons[0]
+    client = connected(daemon.url)
+    name = name_of(0, 0)
+    assert client.put([Write(name, [memoryview(content(name))])], deadline=time.monotonic() + 60)[0].ok
+    assert whole_or_absent(client, [name]) == 1
+    host = daemon.facts["http"].removeprefix("http://")
+    asking = http.client.HTTPConnection(host, timeout=60)  # an HTTP client that hangs as well
+    body = json.dumps({"chunks": {"keys": [name_of(0, 1).hex()]}})
+    asking.request("POST", "/v1/lookup?timeout_s=50", body, {"content-type": "application/json"})
+    client.close()
+    until(lambda: silent.heard, "nobody asks what is remote")
+    daemon.process.terminate()
+    if second is None:
+        assert daemon.process.wait(30) == 0
+        assert "1 records were not written in time" in log.read_text(encoding="utf-8")
+    else:
+        until(lambda: daemon.ask("/readyz")[0] == 503, "it does not say that it drains")
+        assert daemon.process.poll() is None
+        daemon.process.send_signal(second)
+        assert daemon.process.wait(30) == -second
+    asking.close()
+
+
+def test_seconds_of_prefill_that_were_saved(daemons: list[Daemon], tmp_path: Path) -> None:
+    daemons.append(
+        Daemon(
+            "--unix",
+            str(tmp_path / "node.sock"),
+            "--http",
+            "127.0.0.1:0",
+            "--memory",
+            "16MiB",
+            "--prefill-per-record",
+            "1500ms",
+        )
+    )
+    daemon = daemons[0]
+    client = connected(daemon.url)
+    name = name_of(0, 0)
+    assert client.put([Write(name, [memoryview(content(name))])], deadline=time.monotonic() + 60)[0].ok
+    assert whole_or_absent(client, [name, name]) == 2
+    client.close()
+    assert b"\nkvstore_node_prefill_saved_seconds_total 3.0\n" in daemon.ask("/metrics")[1]
+    assert sum(filter(None, json.loads(daemon.ask("/page/data")[1])["hour"]["saved_s"])) == 3.0
+    assert daemon.end() == 0
 
 
 def store_keys(store: kvstore.Store) -> Iterator[Key]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from kvstore.config import load_config
+from kvstore_cli.main import main
 from kvstore_cli.serve import serve
 from kvstore_cli.serve_options import load_settings
 from tests.terraform.boot_support import CASES, SECRETS, Machine, render
@@ -327,7 +329,7 @@ def test_systemd_takes_the_units(scripts: dict[str, str], machine: Machine, case
     assert set(units) == {
         "kvstore-boot.service",
         "kvstore-node.service",
-        *([] if case == "alone" else ["kvstore-engine.service"]),
+        *([] if case == "alone" else ["kvstore-engine.service", "kvstore-cloudwatch.service"]),
     }
     # It looks for the programs, and for what units hang on: doubles stand in for them.
     for program in ("/opt/kvstore/bin/kvstore", "/etc/kvstore/engine.sh", "/usr/bin/docker"):
@@ -364,6 +366,15 @@ def test_command_line_of_the_node_is_one_of_ours(scripts: dict[str, str], machin
     assert [space.disk for space in settings.namespaces] == ["file:///nvme/kv?bytes=1GiB"]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "alone"])
+def test_command_line_of_the_publisher_is_one_of_ours(scripts: dict[str, str], machine: Machine, case: str) -> None:
+    text = units_of(machine, scripts[case])["kvstore-cloudwatch.service"]
+    words = shlex.split(re.search(r"^ExecStart=(.*)$", text, re.M)[1])  # type: ignore[index]
+    words = words[next(i for i, word in enumerate(words) if word == "cloudwatch") :]
+    assert main([*words, "--dry-run", "--interval", "1s"]) == 1, "it makes sense, and no engine is here"
+    assert re.search(r"AWS_REGION=[a-z]+-[a-z]+-\d\b", text)
+
+
 def test_boot_script_is_kept_and_runs_at_each_start(scripts: dict[str, str], machine: Machine) -> None:
     units = units_of(machine, scripts["wheels"])
     kept = machine.root / "usr/local/sbin/kvstore-boot"
@@ -394,5 +405,6 @@ def test_without_steps_it_does_all_of_them(scripts: dict[str, str], machine: Mac
     ]
     assert machine.called("systemctl") == [
         ["daemon-reload"],
-        ["enable", "--now", "kvstore-boot.service", "kvstore-engine.service", "kvstore-node.service"],
+        ["enable", "--now", "kvstore-boot.service", "kvstore-cloudwatch.service", "kvstore-engine.service",
+         "kvstore-node.service"],
     ]  # fmt: skip

@@ -3,7 +3,8 @@ https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/CWL_QuerySyntax.html
 
 Lines that are JSON have their members as fields; `@message` is the line, `@timestamp` its time. A field that is not
 there is null: aggregates pass over it, comparisons with it are false. What is not known here is a `ValueError`, so a
-query that uses more of the language needs more of this file.
+query that uses more of the language needs more of this file; so is what the service refuses or what cannot be meant:
+a third `stats`, a field behind `stats` that it did not make, a `sort` between two of them, one name for two results.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<regex>/(?:[^/\\]|\\.)+/)|(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhd]\b)?|(?P<name>@?[A-Za-z_][\w.]*)"
     r"|(?P<op>[<>!]=|[-+*/()=,<>]))"
 )
+_WORDS = frozenset(
+    ("as", "by", "like", "asc", "desc", "ispresent", "bin", "avg", "sum", "count", "max", "min", "pct", "stddev")
+)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": lambda a, b: a > b, "<": lambda a, b: a < b, ">=": lambda a, b: a >= b, "<=": lambda a, b: a <= b,
@@ -32,9 +36,8 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 def run(query: str, lines: Iterable[str]) -> list[Row]:
     """The rows that a query gives for log lines."""
     rows = [_row(line) for line in lines]
-    text = re.sub(r"^#.*$", "", query, flags=re.M)
-    for stage in re.split(r"\n\s*\|\s*|^\s*\|\s*", text.strip(), flags=re.M):
-        command, _, rest = stage.strip().partition(" ")
+    check(query)
+    for command, rest in _stages(query):
         if command == "filter":
             keep = _condition(_Words(rest))
             rows = [row for row in rows if keep(row)]
@@ -45,6 +48,43 @@ def run(query: str, lines: Iterable[str]) -> list[Row]:
         else:
             raise ValueError(f"command {command!r} is not known")
     return rows
+
+
+def _stages(text: str) -> list[tuple[str, str]]:
+    """(command, what follows it): stages are parted by pipes, wherever they stand but in a regular expression."""
+    text = re.sub(r"^#.*$", "", text, flags=re.M)
+    stages = re.split(r"\|(?=(?:[^/]*/[^/\n]*/)*[^/]*$)", text)
+    found = [stage.strip().partition(" ") for stage in stages if stage.strip()]
+    return [(command, rest) for command, _, rest in found]
+
+
+def check(query: str) -> None:
+    """Raises `ValueError` for what the service would refuse, or could not be meant, before there is any line.
+    https://docs.aws.amazon.com/AmazonCloudWatch/latest/logs/CWL_QuerySyntax-Stats.html#CWL_QuerySyntax-stats-multi
+    """
+    made: set[str] | None = None  # the fields that are left behind `stats`
+    counted, sorted_at = 0, -1
+    for place, (command, rest) in enumerate(_stages(query)):
+        words = [word for kind, word in _Words(rest).words if kind == "name"]
+        if command == "sort":
+            sorted_at = place
+        if command == "stats":
+            counted += 1
+            if counted > 2 or sorted_at >= 0:
+                raise ValueError("a third stats, or a sort before the last one")
+            names = [words[at + 1] for at, word in enumerate(words) if word == "as"]
+            used = [word for at, word in enumerate(words) if word not in _WORDS and (not at or words[at - 1] != "as")]
+        else:
+            names, used = [], [word for word in words if word not in _WORDS]
+        if len(set(names)) < len(names) or set(names) & _WORDS:
+            raise ValueError(f"{names}: a name twice, or one that the language has")
+        unknown = [name for name in used if made is not None and name not in made]
+        if unknown:
+            raise ValueError(f"{command} {rest!r}: behind stats there is no {unknown}")
+        if command == "stats":
+            groups = re.split(r"\bby\b", rest)
+            plain = [] if len(groups) < 2 else re.findall(r"(?:^|,)\s*([A-Za-z_@][\w.@]*)\s*(?=,|$)", groups[1])
+            made = {*names, *plain}
 
 
 def _row(line: str) -> Row:
@@ -104,6 +144,8 @@ def _condition(words: _Words) -> Callable[[Row], bool]:
         return lambda row: row.get(name) is not None
     name = words.take()
     if words.may("like"):
+        if words.words[0][0] != "regex":
+            raise ValueError(f"like wants /…/, not {words.peek()!r}")
         pattern = re.compile(words.take()[1:-1])
         words.end()
         return lambda row: isinstance(row.get(name), str) and pattern.search(row[name]) is not None

@@ -494,5 +494,7 @@ def test_what_the_pool_cannot_hold_is_computed(some_model: Any) -> None:
 
 
 def test_ids_that_the_model_does_not_know_are_not_stored(some_model: Any) -> None:
-    with store(backend()) as opened, pytest.raises(ConfigError, match="5000"):
-        blender(some_model, opened).precompute([[5000] * 20])
+    kept = backend()
+    with store(kept) as opened, pytest.raises(ConfigError, match="5000"):
+        blender(some_model, opened).precompute([DOCUMENTS[0], [5000] * 20])
+    assert not any(call.operation == "put" for call in kept.calls), "it was noticed before anything was computed"

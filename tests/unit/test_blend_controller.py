@@ -47,7 +47,7 @@ def brute_force(
 
 
 EXACT = [Stored(0, 20, (200,), exact=True), CHUNKS[0]._replace(exact=True), *CHUNKS[1:]]
-RATES = [0.0, *(10 ** (exponent / 8) for exponent in range(0, 56)), math.inf]
+RATES = [0.0, *(10 ** (exponent / 8) for exponent in range(56)), math.inf]
 
 
 @pytest.mark.parametrize("r_min", [0.0, 0.15, 0.6, 1.0])

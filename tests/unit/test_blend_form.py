@@ -110,6 +110,9 @@ def test_what_a_chunk_depends_on_is_in_its_key() -> None:
             "other rotary": form_of(blender(model(rope_parameters=YARN), opened)).key(document),
             "other dtype": form_of(blender(model(dtype=torch.bfloat16), opened)).key(document),
         }
+        named = {"model_name": "m", "revision": "1"}  # which tell nothing of the embedding
+        keys["named"] = form_of(blender(some, opened, **named)).key(document)
+        keys["named, other rotary"] = form_of(blender(model(rope_parameters=YARN), opened, **named)).key(document)
         assert base.key(document, is_prefix=True) == keys["no prefix"], "both stand at position 0 with nothing before"
         alone = form_of(blender(some, opened, {"blend_form": "alone"})).key(document)
         assert alone == form_of(blender(some, opened, {"blend_form": "alone"}, prefix=())).key(document)

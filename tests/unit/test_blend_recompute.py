@@ -258,6 +258,22 @@ def test_stored_kv_may_be_overwritten_once_its_layer_is_done(llama: World) -> No
     assert torch.equal(run.finish()[1], expected)
 
 
+def test_the_computing_generator_takes_one_layer_at_a_time(llama: World) -> None:
+    taken: list[int] = []
+
+    def loading() -> Any:
+        for layer, kv in enumerate(llama.stored):
+            taken.append(layer)
+            yield kv
+
+    run = Recompute(llama.model, llama.ids, llama.spans, BlendSettings())
+    for layer in run.layers(loading()):
+        assert (taken, len(run.rows), len(run.compute_s)) == ([*range(layer + 1)], layer + 1, layer + 1)
+    assert taken == list(range(LAYERS))
+    assert min(run.compute_s) > 0
+    assert torch.equal(run.finish()[1], llama.run(BlendSettings())[1])
+
+
 # What need not be loaded.
 
 

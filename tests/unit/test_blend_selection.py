@@ -58,6 +58,12 @@ def test_another_ratio() -> None:
         settings.at(1.5)
 
 
+def test_equal_ratios_stay_equal() -> None:
+    for number in range(1, 1000):
+        ratios = BlendSettings(check_layers=(1, 2), ratios=(0.15, 0.15)).at(number / 1000).ratios
+        assert ratios[0] == pytest.approx(ratios[1])
+
+
 @given(
     ratios=st.lists(st.floats(0, 1), min_size=1, max_size=4),
     other=st.floats(0, 1),

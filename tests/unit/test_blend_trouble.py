@@ -17,7 +17,7 @@ from kvstore.blend.selection import Evidence
 from kvstore.errors import ConfigError
 from kvstore.prefetch import Prefetcher
 from kvstore.record import parse_header
-from kvstore.stream import Policy, PrefillModel
+from kvstore.stream import Policy, PrefillModel, TierOffer
 from kvstore.stream.shapes import level_sizes
 from kvstore.testing import Fault
 from tests.unit.blend_world import (
@@ -31,7 +31,6 @@ from tests.unit.blend_world import (
     model,
     prefill,
     store,
-    tokens,
 )
 
 ONE, TWO, THREE, FOUR = DOCUMENTS
@@ -65,6 +64,7 @@ def right(some_model: Any, report: Any, whole: torch.Tensor) -> bool:
 
 
 # Prompts.
+
 
 @pytest.mark.parametrize(
     ("parts", "reused"),
@@ -246,9 +246,7 @@ RULE = Policy(text="time", pointers=False, safety=1.0)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.9])
-def test_what_is_repaired_takes_no_longer_than_loading(
-    some_model: Any, shelves: dict[str, Kept], share: float
-) -> None:
+def test_what_is_repaired_takes_no_longer_than_loading(some_model: Any, shelves: dict[str, Kept], share: float) -> None:
     """The share that the planner says is the share that is computed, also with chunks that are exact."""
     kept = shelves["prefix"]
     load_s = share * len(WHOLE)  # with a second per token
@@ -279,6 +277,31 @@ def test_levels_that_are_not_loaded_are_not_waited_for(
             assert report.level == level
 
 
+def test_speeds_are_known_in_a_process_that_stores_nothing(some_model: Any, shelves: dict[str, Kept]) -> None:
+    """Everything is stored already, and the first chunks are exact, so that no layer is computed in full."""
+    with store(shelves["prefix"]) as opened:
+        made = blender(some_model, opened)
+        assert made.blend([*ORDER, QUESTION])[1].expected_s == math.inf
+        assert made.prefill is not None
+        (sample,) = made._samples
+        assert (sample.begin, sample.tokens) == (len(PREFIX) + len(THREE), len(WHOLE) - len(PREFIX) - len(THREE))
+        report = made.blend([*ORDER, QUESTION])[1]
+        assert 0 < report.expected_s < math.inf
+
+
+def test_the_cheapest_place_for_documents(some_model: Any) -> None:
+    tiers = [TierOffer("slow", 1e3, 1.0), TierOffer("fast", 1e6, 2.0), TierOffer("memory", 1e9, 3.0)]
+    with store(backend()) as opened:
+        made = blender(some_model, opened, {"blend_recompute_ratios": 0.15}, prefill=PrefillModel(0.01))
+        # 0.15 of 81 tokens take 0.12 s; their 81 KiB come from the slow place in 85 s, from the fast one in 0.083 s.
+        assert made.cheapest_tier(tiers, [ONE, THREE]) == tiers[1]
+        assert made.cheapest_tier(tiers[:1], [ONE, THREE]) is None
+        quick = blender(some_model, opened, prefill=PrefillModel(0.001))
+        assert quick.cheapest_tier(tiers, [ONE, THREE]) == tiers[2]
+        with pytest.raises(ConfigError, match="precompute"):
+            blender(some_model, opened).cheapest_tier(tiers, [ONE])
+
+
 # Arguments.
 
 
@@ -299,7 +322,7 @@ def test_numbers_that_are_none_are_named(some_model: Any, name: str, bad: Any) -
     [({"bytes_per_s": "fast"}, "bytes_per_s"), ({"bytes_per_s": math.nan}, "bytes_per_s"),
      ({"bytes_per_s": math.inf}, "bytes_per_s"), ({"prefill": 3.0}, "prefill"), ({"policy": "time"}, "policy"),
      ({"tokenizer": 3}, "tokenizer"), ({"prefix": None}, "prefix"), ({"selection": 3}, "blend_selection"),
-     ({"revision": 3}, "revision")],
+     ({"prefix": [5000]}, "5000"), ({"revision": 3}, "revision")],
 )  # fmt: skip
 def test_arguments_of_the_wrong_kind_are_named(some_model: Any, fields: dict[str, Any], message: str) -> None:
     with store(backend()) as opened, pytest.raises(ConfigError, match=message):
@@ -329,5 +352,3 @@ def test_documents_that_are_none(some_model: Any, bad: Any) -> None:
 def test_documents_may_come_one_by_one(some_model: Any) -> None:
     with store(backend()) as opened:
         assert blender(some_model, opened).precompute(each for each in DOCUMENTS).stored == 5
-
-

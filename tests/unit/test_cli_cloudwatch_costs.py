@@ -206,7 +206,13 @@ def test_a_subject_is_one_line_of_ascii() -> None:
             sent.append(message)
             return {"MessageId": "1"}
 
-    alert(Topic(), "arn", CostReport(DAY, {"Project": "a\nb\x1b"}, [("x", Decimal(101))], "USD", True), Decimal(1), Decimal(500))
+    alert(
+        Topic(),
+        "arn",
+        CostReport(DAY, {"Project": "a\nb\x1b"}, [("x", Decimal(101))], "USD", True),
+        Decimal(1),
+        Decimal(500),
+    )
     assert all(" " <= char <= "~" for char in sent[0]["Subject"])
 
 

@@ -366,3 +366,28 @@ def test_a_reader_of_its_output_that_went_away_does_not_matter(tmp_path: Path) -
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    """Python would wait for it for ever."""
+    script = (
+        "import sys, threading\n"
+        "import kvstore_cli.serve as serve\n"
+        "serve._LINGER_S = 0.01\n"
+        "before = threading.enumerate()\n"
+        "serve._leave_behind(before)\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "serve._leave_behind(threading.enumerate())\n"  # somebody else's is nothing to us
+        "print('here', flush=True)\n"
+        "serve._leave_behind(before)\n"
+    )
+    path = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in (".", "backends", "transport", "tools"))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "here\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.keys import Key
 from kvstore_backends._node_space import Namespace
 from kvstore_backends.node.protocol import Code
 from kvstore_backends.node_control import NodeInstance
@@ -23,12 +24,12 @@ def node(tmp_path: Path) -> Iterator[Node]:
     opened.close()
 
 
-def stored(node: Node, caller: Caller, count: int) -> dict[bytes, bytes]:
+def stored(node: Node, caller: Caller, count: int) -> dict[Key, bytes]:
     records = {name: payload(name, 4 * KiB) for name in keys(count)}
     assert caller.put(records) == [Code.OK] * count
     assert node.space.below is not None
     assert node.space.below.settle(60)
-    return dict(records)
+    return records
 
 
 def counts(node: Node) -> tuple[int, ...]:

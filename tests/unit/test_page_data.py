@@ -89,7 +89,7 @@ class World:
     def __init__(self, *usage: TierUsage, health: Health | Exception = _WELL) -> None:
         self.now = 50.0
         self.metrics = Metrics(_NODE)
-        self.history = History(self.metrics, clock=lambda: self.now)
+        self.history = History(self.metrics, clock=lambda: self.now, monotonic=lambda: self.now)
         self.instance = Still(usage or [TierUsage("", "memory", "", 10, 100, 1)], health)
         self.page = PageData(
             self.instance, self.metrics, self.history, clock=lambda: self.now, monotonic=lambda: self.now
@@ -118,6 +118,21 @@ def test_tiers_are_added_over_namespaces_and_unknown_stays_unknown() -> None:
     namespaces = world.look()["namespaces"]
     assert [row["name"] for row in namespaces] == ["", "a"]
     assert namespaces[1]["tiers"]["disk"] == {"used": 5, "capacity": 40, "records": -1}
+
+
+def test_ten_thousand_namespaces_and_nodes_are_the_ones_that_matter() -> None:
+    world = World(*(TierUsage(f"<b>{number}", "memory", "", number, 0, 1) for number in range(10_000)))
+    states = ["lost" if number == 2777 else "ready" for number in range(3000)]
+    workers = [
+        Worker(f"n{number}", "", "", "", "", 0.0, [""], ["memory"], state, 0.1, 0.5, 7, [])
+        for number, state in enumerate(states)
+    ]
+    found = world.look(workers=workers)
+    assert [row["name"] for row in found["namespaces"]] == [f"<b>{number}" for number in range(9999, 9949, -1)]
+    assert (found["more_namespaces"], found["tiers"][0]["used"]) == (9950, sum(range(10_000)))
+    assert (len(found["nodes"]), found["more_nodes"]) == (200, 2800)
+    assert [row["name"] for row in found["nodes"][:2]] == ["n1", "n2777"], "this one, and those that are not well"
+    assert len(json.dumps(found)) < 100_000, "asked for every two seconds"
 
 
 def test_flow_is_what_the_last_seconds_brought() -> None:
@@ -293,7 +308,8 @@ def test_the_app_remembers_the_hour_while_nobody_looks(monkeypatch: pytest.Monke
     monkeypatch.setattr(page, "_TICK_S", 0.001)
     monkeypatch.setattr(page.PageData, "tick", lambda _: ticked.release())
     metrics = Metrics(_NODE)
-    instance = Still([TierUsage("", "memory", "", 10, 100, 1)])
+    odd = "file:///\udcff"  # a folder whose name is no UTF-8
+    instance = Still([TierUsage("", "memory", "", 10, 100, 1), TierUsage("", "disk", odd, 10, 100, 1)])
     app = build_app(
         instance, settings=ControlSettings(admin_token=b"admin", tokens={"": b"mine"}), metrics=metrics,
         page=page.routes(instance, metrics, History(metrics)),
@@ -309,6 +325,7 @@ def test_the_app_remembers_the_hour_while_nobody_looks(monkeypatch: pytest.Monke
         assert client.get("/page/data", headers={"Authorization": "Bearer mine"}).status_code == 401
         answer = client.get("/page/data", headers={"Authorization": "Bearer admin"})
         assert answer.json()["node"]["name"] == "n1"
+        assert answer.json()["tiers"][1]["url"] == odd
         assert not any(path.startswith("/page") or path == "/" for path in client.get("/openapi.json").json()["paths"])
 
 

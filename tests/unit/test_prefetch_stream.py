@@ -19,7 +19,7 @@ from kvstore.buffers import Buffer
 from kvstore.completion import CancelledError
 from kvstore.errors import ClosedError, ConfigError, PoolExhausted
 from kvstore.keys import Key
-from kvstore.prefetch import Chunk, LayerPlan, LayerStream, Prefetcher
+from kvstore.prefetch import Chunk, LayerPlan, LayerStream, Prefetcher, arbiter
 from kvstore.record import kv_spec
 from kvstore.store import Item
 from kvstore.testing import DictBackend, Fault, FaultyBackend
@@ -489,6 +489,31 @@ def test_a_prefetcher_that_makes_no_sense_is_refused(options: dict[str, int], sa
             Prefetcher(store, **options)
         with pytest.raises(ConfigError, match="not object"):
             Prefetcher(object())  # type: ignore[arg-type]
+
+
+def test_a_pool_that_is_full_for_long_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for memory gives up his turn now and then; it must come back to him without anybody's help."""
+    monkeypatch.setattr(arbiter, "_POOL_SLICE_S", 0.01)
+    backend, keys = filled()
+    with store_over(backend, buffer_pool_bytes=4 << 20) as store:
+        prefetcher = single(store)
+        whole = [store.pool.acquire(store.pool.stats().total)]
+        asked = 0
+        real = store.pool.acquire_many
+
+        def counted(sizes: Any, timeout: float | None = 0) -> list[Buffer]:
+            nonlocal asked
+            asked += bool(timeout)
+            if asked == 3:
+                for buffer in whole:
+                    buffer.release()
+                whole.clear()
+            return real(sizes, timeout)
+
+        monkeypatch.setattr(store.pool, "acquire_many", counted)
+        with prefetcher.start(plan(keys)) as stream:
+            assert read_all(stream, keys) == CHUNKS
+        assert asked >= 3
 
 
 def test_after_a_fork_nothing_hangs() -> None:

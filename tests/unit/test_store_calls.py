@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from kvstore import store as store_module
-from kvstore.backend import KeyInfo, Outcome, Status
+from kvstore.backend import Capability, KeyInfo, Outcome, Status
 from kvstore.completion import CompletionQueue
 from kvstore.errors import ClosedError, ConfigError, TransientError
 from kvstore.keys import opaque_key
@@ -273,6 +273,34 @@ def test_a_large_record_is_shared_by_the_lanes() -> None:
         assert into == data
         assert len(backend.calls_of("get")) == 8
         assert opaque_spec(len(data)).raw_bytes == len(data)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_large_records_are_written_soon_after_they_are_checksummed(native: bool) -> None:
+    """One at a time, unless a batch is cheaper for the backend; each gets its own outcome."""
+    backend = FaultyBackend(DictBackend(), {"put": [Fault.ok(), Fault.error()] if not native else []})
+    backend.inner.limits = backend.limits.__class__(lanes=1, preferred_io_bytes=64 << 20)  # type: ignore[misc]
+    if native:
+        backend.inner.capabilities |= Capability.NATIVE_BATCH  # type: ignore[misc]
+    data = {f"big {number}": os.urandom(3 << 20) for number in range(3)}
+    data["small"] = b"small"
+    with store_over(backend) as store:
+        stored = store.put_many(data)
+        assert [len(call.keys) for call in backend.calls_of("put")] == ([4] if native else [1, 1, 2])
+        assert [outcome.status for outcome in stored] == [
+            Status.OK,
+            Status.OK if native else Status.ERROR,
+            Status.OK,
+            Status.OK,
+        ]
+        into = [bytearray(len(each)) for each in data.values()]
+        found = store.get_many(list(data), into=into)
+        for number, each in enumerate(data.values()):
+            if native or number != 1:
+                assert found[number] == len(each)
+                assert into[number] == each
+            else:
+                assert found[number] is None
 
 
 def test_store_is_typed_and_lazy() -> None:

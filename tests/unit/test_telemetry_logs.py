@@ -244,6 +244,17 @@ def test_what_is_not_known_is_left_out(stream: io.StringIO) -> None:
     assert "kvstore_blend_tokens_total" not in metrics.snapshot()
 
 
+def test_what_was_saved_may_be_unknown(stream: io.StringIO) -> None:
+    metrics = Metrics()
+    report_request(RequestReport(input_tokens=9, output_tokens=2, tokens_saved=None, doc_count=2), metrics=metrics)
+    (line,) = lines(stream)
+    assert (line["input_tokens"], line["output_tokens"]) == (9, 2)
+    assert not {"tokens_saved", "recompute_ratio"} & set(line)
+    told = {tuple(each["labels"].values()) for each in metrics.snapshot()["kvstore_request_tokens_total"]["series"]}
+    assert told == {("input",), ("output",)}
+    assert "kvstore_blend_tokens_total" not in metrics.snapshot()
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -74,6 +74,7 @@ def test_every_kind_is_told() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.text(max_size=20), st.integers(0, 1 << 53), max_size=8))
+@example({"file:///\udcff": 7, 'a"b\\\n': 8})  # a folder whose name is no UTF-8
 def test_any_label_survives(values: dict[str, int]) -> None:
     one = metrics()
     for label, value in values.items():
@@ -182,7 +183,7 @@ def hits(one: Metrics, amount: float) -> None:
 def test_minutes_hold_differences() -> None:
     clock, one = Clock(), Metrics()
     hits(one, 1000)  # before
-    history = History(one, minutes=3, clock=clock)
+    history = History(one, minutes=3, clock=clock, monotonic=clock)
     for minute in range(5):
         hits(one, 10 * (minute + 1))
         one.add("kvstore_lookup_records_total", "miss", amount=10)
@@ -200,6 +201,21 @@ def test_minutes_hold_differences() -> None:
     assert (under_way.start, under_way.seconds, under_way.hits, under_way.misses) == (1300, 6, 7, 0)
     assert under_way.hit_rate == 1
     assert history.rows()[-1].hits == 7, "looking changes nothing"
+
+
+def test_a_clock_that_is_set_changes_no_minute() -> None:
+    """Back by an hour, as a daemon without NTP has it at boot: minutes go on, and are as long as they were."""
+    clock, steady, one = Clock(), Clock(), Metrics()
+    history = History(one, clock=clock, monotonic=steady)
+    for minute in range(4):
+        hits(one, minute + 1)
+        steady.now += 60
+        clock.now += {1: -3600, 2: 86400}.get(minute, 0) + 60
+        history.tick()
+    *done, under_way = history.rows()
+    assert [row.hits for row in done] == [1, 2, 3, 4]
+    assert [row.seconds for row in done] == [60] * 4
+    assert under_way.start == clock.now, "as the clock has it now"
 
 
 def test_a_minute_without_anything_has_no_rate() -> None:
@@ -275,6 +291,31 @@ def test_what_a_node_counts() -> None:
         assert row.misses == found["kvstore_node_records_total", (("event", "misses"), default)] > 0
         assert row.written_bytes > 2000
     assert exposition(source) == b"", "a closed node shows nothing"
+
+
+def test_namespaces_without_number_are_added_up() -> None:
+    """A thousand tenants are not a thousand times twenty series."""
+    from kvstore.telemetry.node import MOST_NAMESPACES
+
+    space = {"hits": 1, "bytes_out": 10, "held": 2, "busy": 0}
+    count = MOST_NAMESPACES + 700
+    stats = {
+        "connections": 1, "accepted": 1, "refused": 0, "failed": 0, "pushed_out": 0, "requests": {},
+        "received_bytes": {}, "sent_bytes": {}, "meta_bytes": 0, "sessions": 0, "listings": 0,
+        "namespaces": {f"team-{number}\n\"x" if number else "": space for number in range(count)},
+    }  # fmt: skip
+    tiers = [Tier(name, "memory", used=3, hits=1) for name in stats["namespaces"]]  # type: ignore[attr-defined]
+    found = samples(exposition(node_source(lambda: stats, lambda: tiers)))
+    for name, each in (
+        ("kvstore_node_bytes_total", 10),
+        ("kvstore_node_held_bytes", 2),
+        ("kvstore_node_tier_used_bytes", 3),
+    ):
+        mine = {labels: value for (sample, labels), value in found.items() if sample == name}
+        assert len(mine) == MOST_NAMESPACES + 1
+        assert sum(mine.values()) == each * count, "nothing is lost"
+        (other,) = [value for labels, value in mine.items() if ("namespace", "other") in labels]
+        assert other == each * 700
 
 
 # The endpoint.

@@ -162,6 +162,30 @@ def test_every_query_is_tested_here() -> None:
     assert len(QUERIES) == 6
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "stats sum(a) as x by b | stats max(x) as y | stats max(y) as z",
+        "stats sum(a) as x by b | sort x desc | stats max(x) as y",
+        "stats sum(a) as x by b | stats max(a) as y",
+        "stats sum(a) as x by bin(1h) as hour | sort day desc",
+        "stats sum(a) as x by b | filter a > 3",
+        "stats sum(a) as x, avg(a) as x",
+        "stats sum(a) as by",
+        "stats median(a) as x",
+        "stats pct(a) as x",
+        "stats sum(a as x",
+        "filter a >> 3",
+        "filter @message like kv_cache_hit",
+        "fields a",
+        "limit ten",
+    ],
+)
+def test_what_the_service_refuses_is_refused_here(query: str) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        run(query, ['{"time":"2026-11-30T00:00:00.000Z","a":1,"b":"x","message":"m"}'])
+
+
 def test_lines_of_pods_have_a_prefix() -> None:
     for text in QUERIES.values():
         with_prefix = prefixed(text, "log_processed.")

@@ -69,7 +69,7 @@ class LinkRow:
         load_s, compute_s: all layers, each alone.
         ttft_s: the whole of `Blender.blend`.
         formula_s, layer_s: Σ max(load, recompute), and one layer of it.
-        prefill_s: the model's own prefill.
+        prefill_s: the model's own prefill, the better of one before and one after.
         ttft_vs_formula: (TTFT - one layer) / formula, median, and each.
         verified: everything that is stored was used.
     """

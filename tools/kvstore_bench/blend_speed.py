@@ -125,6 +125,7 @@ def measure_links(
 def _row(world: World, ways: _Ways, settings: BlendSettings, share: float, ratio: float, repeats: int) -> LinkRow:
     assert world.link.bucket is not None
     before = ways.load_alone(), ways.compute_alone(settings)
+    prefill_s = [world.seconds(lambda: world.prefill(ways.asked))]
     measured: list[tuple[float, float, float]] = []  # T, formula, one layer
     loads, computes, wrong = [], [], 0
     for _ in range(repeats):
@@ -139,6 +140,7 @@ def _row(world: World, ways: _Ways, settings: BlendSettings, share: float, ratio
         computes.append(sum(compute))
         wrong += not good
         before = after
+    prefill_s.append(world.seconds(lambda: world.prefill(ways.asked)))
     ratios = [(seconds - layer) / total for seconds, total, layer in measured]
     return LinkRow(
         share=share, rate_bytes_per_s=world.link.bucket.bytes_per_s, latency_s=world.latency_s, ratio=ratio,
@@ -146,7 +148,7 @@ def _row(world: World, ways: _Ways, settings: BlendSettings, share: float, ratio
         ttft_s=statistics.median(each[0] for each in measured),
         formula_s=statistics.median(each[1] for each in measured),
         layer_s=statistics.median(each[2] for each in measured),
-        prefill_s=world.seconds(lambda: world.prefill(ways.asked)),
+        prefill_s=min(prefill_s),
         ttft_vs_formula=statistics.median(ratios), ttft_vs_formula_each=ratios, verified=not wrong,
     )  # fmt: skip
 

@@ -2,13 +2,16 @@
 controller.
 
 `--url` and `--token-file` (or KVSTORE_CTL_URL, KVSTORE_CTL_TOKEN) say whom to ask. A prompt is given by its keys (64
-hex digits; `-`: the first words of the lines of standard input), or by `--tokens FILE --context FILE`.
+hex digits; `-`: the first words of the lines of standard input), or by `--tokens FILE --context FILE`. Without the
+file the server makes the keys, by a context that it was started with.
 
 Exit status: 0 done · 1 nothing was found, or an instance failed · 2 it makes no sense, or nobody answers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -22,7 +25,7 @@ from kvstore.config import read_yaml
 from kvstore.control import Client
 from kvstore.control.messages import Acted, Failure, Finished, Started
 from kvstore.errors import ConfigError
-from kvstore.keys import DEFAULT_CHUNK_SIZE, Key, KeyContext, chunk_keys
+from kvstore.keys import DEFAULT_CHUNK_SIZE, KeyContext
 from kvstore.layout import KVLayout
 
 from .ctl_serve import serve
@@ -53,6 +56,8 @@ _PROMPT = [
                  help="Token ids of a prompt, as JSON or with blanks between; -: standard input."),
     click.Option(["context", "--context"], default="", metavar="FILE",
                  help="YAML with the fields of KeyContext: model, layout, dtype, …"),
+    click.Option(["context_name", "--context-name"], default="", metavar="NAME",
+                 help="Instead, one that the server was started with; neither: the only one it has."),
     click.Option(["chunk_size", "--chunk-size"], default=DEFAULT_CHUNK_SIZE, show_default=True, metavar="TOKENS",
                  help="Tokens of a chunk."),
 ]  # fmt: skip
@@ -104,18 +109,21 @@ def _client(url: str, token_file: str, ca: str, timeout: str) -> Client:
     return Client(url, token=token, timeout=seconds_of(timeout), ca=ca)
 
 
-def _selected(keys: Sequence[str], tokens: str, context: str, chunk_size: int) -> list[Key]:
-    """Keys of a prompt, in order."""
+def _selected(
+    keys: Sequence[str], tokens: str, context: str, context_name: str, chunk_size: int
+) -> dict[str, Any]:  # fmt: skip
+    """A prompt, as the methods of `Client` take it."""
     if bool(keys) == bool(tokens):
         raise ConfigError("name the KEYs of a prompt (- reads them from standard input), or --tokens and --context")
+    if (context or context_name) and (keys or (context and context_name)):
+        raise ConfigError("--context FILE or --context-name NAME goes with --tokens, one of them")
     if keys:
-        return keys_of(keys)
-    if not context:
-        raise ConfigError("--tokens needs --context FILE: what besides the tokens decides the keys")
-    found = chunk_keys(tokens_of(tokens), context=context_of(context), chunk_size=chunk_size)
-    if not found:
+        return {"keys": keys_of(keys), "chunk_size": chunk_size}
+    ids = tokens_of(tokens)
+    if len(ids) < chunk_size:
         raise ConfigError(f"{tokens} has fewer tokens than a chunk ({chunk_size}); nothing is stored of it")
-    return found
+    return {"tokens": ids, "context": context_of(context) if context else context_name or None,
+            "chunk_size": chunk_size}  # fmt: skip
 
 
 def _command(
@@ -131,7 +139,10 @@ def _command(
         if as_json:
             write_json(_plain(found), as_json)
         if as_json != "-":
-            show(found)
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text):
+                show(found)
+            sys.stdout.write(_printable(text.getvalue()))
         return status
 
     return click.Command(name, callback=run, help=work.__doc__, params=[*params, *_CONNECTION])
@@ -143,7 +154,12 @@ def _plain(found: Any) -> Any:
 
 def _failed(failures: Sequence[Failure]) -> None:
     for failure in failures:
-        print(f"{failure.instance}: {failure.error}", file=sys.stderr)
+        print(_printable(f"{failure.instance}: {failure.error}"), file=sys.stderr)
+
+
+def _printable(text: str) -> str:
+    """What nodes say of themselves must not steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 # Looking.
@@ -151,8 +167,8 @@ def _failed(failures: Sequence[Failure]) -> None:
 
 def _lookup(client: Client, namespace: str, instances: Sequence[str], chunk_size: int, **given: Any) -> tuple[int, Any]:
     """Who has how much of a prompt, and in which tiers. Exit status 1: nobody has its first chunk."""
-    keys = _selected(chunk_size=chunk_size, **given)
-    found = client.lookup(keys=keys, namespace=namespace, instances=instances or None, chunk_size=chunk_size)
+    prompt = _selected(chunk_size=chunk_size, **given)
+    found = client.lookup(**prompt, namespace=namespace, instances=instances or None)
     return int(not found.places), found
 
 
@@ -172,7 +188,7 @@ def _route(
     client: Client, namespace: str, candidates: Sequence[str], chunk_size: int, **given: Any
 ) -> tuple[int, Any]:  # fmt: skip
     """Where a prompt should go: the longest hit, weighed against what waits there."""
-    keys = _selected(chunk_size=chunk_size, **given)
+    prompt = _selected(chunk_size=chunk_size, **given)
     waiting: dict[str, float | None] = {}
     for text in candidates:
         name, equals, queued = text.partition("=")
@@ -180,7 +196,7 @@ def _route(
             waiting[name] = float(queued) if equals else None
         except ValueError:
             raise ConfigError(f"--candidate {text!r}: write NAME or NAME=WAITING_TOKENS") from None
-    return 0, client.route(keys=keys, namespace=namespace, candidates=waiting or None, chunk_size=chunk_size)
+    return 0, client.route(**prompt, namespace=namespace, candidates=waiting or None)
 
 
 def _show_route(found: Any) -> None:
@@ -238,8 +254,8 @@ def _pin(
     client: Client, namespace: str, instances: Sequence[str], ttl: str, chunk_size: int, **given: Any
 ) -> tuple[int, Any]:  # fmt: skip
     """Keep records where they are for a while. Exit status 1: nothing was pinned, or an instance failed."""
-    keys = _selected(chunk_size=chunk_size, **given)
-    done = client.pin(keys=keys, namespace=namespace, instances=instances or None, ttl_s=_duration(ttl, "ttl"))
+    prompt = _selected(chunk_size=chunk_size, **given)
+    done = client.pin(**prompt, namespace=namespace, instances=instances or None, ttl_s=_duration(ttl, "ttl"))
     return int(bool(done.failures) or not done.count), done
 
 
@@ -247,8 +263,8 @@ def _unpin(
     client: Client, namespace: str, instances: Sequence[str], chunk_size: int, **given: Any
 ) -> tuple[int, Any]:  # fmt: skip
     """Let pinned records go as others do. Exit status 1: nothing was pinned, or an instance failed."""
-    keys = _selected(chunk_size=chunk_size, **given)
-    done = client.unpin(keys=keys, namespace=namespace, instances=instances or None)
+    prompt = _selected(chunk_size=chunk_size, **given)
+    done = client.unpin(**prompt, namespace=namespace, instances=instances or None)
     return int(bool(done.failures) or not done.count), done
 
 
@@ -259,23 +275,23 @@ def _show_acted(found: Acted) -> None:
 
 def _clear(
     client: Client, namespace: str, instances: Sequence[str], everything: bool, yes: bool, model: str, below: bool,
-    wait: str, keys: Sequence[str], tokens: str, context: str, chunk_size: int,
+    wait: str, keys: Sequence[str], tokens: str, context: str, context_name: str, chunk_size: int,
 ) -> tuple[int, Any]:  # fmt: skip
     """Remove records: those of a prompt (with --below what hangs on them, too), --model NAME, or --all of the
     namespace.
 
     --all and --model want --yes. Exit status 1: an instance failed.
     """
-    chosen = _selected(keys, tokens, context, chunk_size) if keys or tokens else None
-    if everything + bool(model) + (chosen is not None) != 1:
+    prompt = _selected(keys, tokens, context, context_name, chunk_size) if keys or tokens else {}
+    if everything + bool(model) + bool(prompt) != 1:
         raise ConfigError("say what to remove: --all, --model NAME, KEYs, or --tokens and --context")
     if (everything or model) and not yes:
         whose = f"of model {model}" if model else "all of them"
         where = f"namespace {namespace!r}" if namespace else "the default namespace"
         raise ConfigError(f"this removes records of {where}, {whose}, from every tier; say --yes as well")
     started = client.clear(
-        namespace=namespace, everything=everything, model=model or None, keys=chosen, below=below,
-        instances=instances or None, chunk_size=chunk_size,
+        namespace=namespace, everything=everything, model=model or None, below=below, instances=instances or None,
+        **prompt,
     )  # fmt: skip
     return _started(client, started, wait)
 
@@ -287,10 +303,10 @@ def _move(
     """Move records out of a tier, into another one or to another instance. Exit status 1: an instance failed."""
     if bool(dst) == bool(to_instance):
         raise ConfigError("say where to: --to TIER, or --to-instance NAME (at a controller) or HOST:PORT (at a node)")
-    keys = _selected(chunk_size=chunk_size, **given)
+    prompt = _selected(chunk_size=chunk_size, **given)
     started = client.move(
-        src=src, dst=dst or to_instance, to_instance=bool(to_instance), src_instance=src_instance or None, keys=keys,
-        namespace=namespace, chunk_size=chunk_size,
+        src=src, dst=dst or to_instance, to_instance=bool(to_instance), src_instance=src_instance or None,
+        namespace=namespace, **prompt,
     )  # fmt: skip
     return _started(client, started, wait)
 
@@ -300,10 +316,8 @@ def _compress(
     chunk_size: int, **given: Any,
 ) -> tuple[int, Any]:  # fmt: skip
     """Encode stored records anew, with a codec that loses nothing. Exit status 1: an instance failed."""
-    keys = _selected(chunk_size=chunk_size, **given)
-    started = client.compress(
-        codec, level, keys=keys, namespace=namespace, instances=instances or None, chunk_size=chunk_size
-    )
+    prompt = _selected(chunk_size=chunk_size, **given)
+    started = client.compress(codec, level, **prompt, namespace=namespace, instances=instances or None)
     return _started(client, started, wait)
 
 
@@ -311,8 +325,8 @@ def _decompress(
     client: Client, namespace: str, instances: Sequence[str], wait: str, chunk_size: int, **given: Any
 ) -> tuple[int, Any]:  # fmt: skip
     """Store records raw again. Exit status 1: an instance failed."""
-    keys = _selected(chunk_size=chunk_size, **given)
-    started = client.decompress(keys=keys, namespace=namespace, instances=instances or None, chunk_size=chunk_size)
+    prompt = _selected(chunk_size=chunk_size, **given)
+    started = client.decompress(**prompt, namespace=namespace, instances=instances or None)
     return _started(client, started, wait)
 
 

@@ -10,6 +10,7 @@ for it. The page may load from this server and ask it, nobody else, and nobody m
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -60,7 +61,7 @@ def routes(
         service: knows the other instances (a controller); None: nobody here does.
     """
     from fastapi import APIRouter
-    from fastapi.responses import JSONResponse, Response
+    from fastapi.responses import Response
 
     data = PageData(instance, metrics, history)
 
@@ -97,11 +98,12 @@ def routes(
         serve(name, kind)
 
     @router.get("/page/data")
-    async def look() -> JSONResponse:
+    async def look() -> Response:
         workers: Sequence[Worker] = ()
         if service is not None:
             workers = await service.workers(Ask(_READER, "", None, time.monotonic() + _WORKERS_S))
         # In a thread: an instance's calls may wait for a lock.
-        return JSONResponse(await asyncio.to_thread(data, workers), headers=_HEADERS)
+        text = await asyncio.to_thread(lambda: json.dumps(data(workers), allow_nan=False, separators=(",", ":")))
+        return Response(text, media_type="application/json", headers=_HEADERS)
 
     return router

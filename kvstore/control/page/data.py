@@ -12,7 +12,8 @@
     breakers    backend, side, state ("closed", "half-open", "open"), refused
     nodes       name, address, state ("ready", "draining", "loading", "lost"), self, heard_s, used, capacity, records,
                 load
-    namespaces  name, and tiers: {name: {used, capacity, records}}
+    namespaces  the fullest ones: name, and tiers: {name: {used, capacity, records}}
+    more_nodes, more_namespaces   how many there are besides these
 
 Rates are over the last seconds in which somebody looked, `operations` and `errors` over the last hour or since the
 process started.
@@ -41,6 +42,7 @@ _RATE_STEP_S = 1.0
 _KEEP_S = 3600.0
 _KEEP_STEP_S = 60.0
 _MOST_ROWS = 12
+_MOST_NODES, _MOST_NAMESPACES = 200, 50  # a page that is asked for every two seconds
 _HEALTH_S = 1.0
 _STATES = ("closed", "half-open", "open")
 
@@ -141,6 +143,7 @@ class PageData:
         aliases = _aliases(usage)
         breakers = _breakers(found, aliases)
         names = info.tiers if info is not None else _names(usage)
+        nodes, namespaces = _nodes(info, health, usage, workers), _namespaces(usage)
         return {
             "now": now,
             "node": self._node(info, health),
@@ -151,8 +154,10 @@ class PageData:
             "operations": _operations(before, sample, aliases),
             "errors": _errors(before, sample, aliases),
             "breakers": breakers,
-            "nodes": _nodes(info, health, usage, workers),
-            "namespaces": _namespaces(usage),
+            "nodes": nodes[:_MOST_NODES],
+            "more_nodes": max(0, len(nodes) - _MOST_NODES),
+            "namespaces": namespaces[:_MOST_NAMESPACES],
+            "more_namespaces": max(0, len(namespaces) - _MOST_NAMESPACES),
         }
 
     def _sample(self, found: Mapping[str, Mapping[str, Any]]) -> _Sample:
@@ -413,6 +418,8 @@ def _nodes(
             "name": info.name, "address": info.address or info.unix, "state": "ready" if health.ready else "draining",
             "self": True, "heard_s": 0.0, **memory, "load": health.load,
         })  # fmt: skip
+    if len(rows) > _MOST_NODES:  # those that somebody should look at
+        rows.sort(key=lambda row: (not row["self"], row["state"] == "ready"))
     return rows
 
 
@@ -420,6 +427,9 @@ def _namespaces(usage: Iterable[TierUsage]) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, list[TierUsage]]] = {}
     for each in usage:
         rows.setdefault(each.namespace, {}).setdefault(each.name, []).append(each)
+    if len(rows) > _MOST_NAMESPACES:
+        used = {name: sum(each.used for found in tiers.values() for each in found) for name, tiers in rows.items()}
+        rows = dict(sorted(rows.items(), key=lambda row: -used[row[0]]))
     return [
         {"name": name, "tiers": {tier: _added(found) for tier, found in tiers.items()}} for name, tiers in rows.items()
     ]

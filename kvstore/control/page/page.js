@@ -214,8 +214,9 @@ function nodes() {
     { title: "memory", num: true, cell: (row) => (row.used === null ? "–" : row.capacity ? `${bytes(row.used)} of ${bytes(row.capacity)}` : bytes(row.used)) },
     { title: "records", num: true, wide: true, cell: (row) => count(row.records) },
     { title: "load", num: true, cell: (row) => (row.load === null ? "–" : percent(row.load)) },
-  ], rows));
+  ], rows), ...more(data.more_nodes, "node"));
 }
+const more = (number, noun) => (number ? [el("p", { class: "muted small" }, `and ${plural(number, `more ${noun}`)}, which kvstore ctl shows`)] : []);
 
 function spaces() {
   at("spaces-card").hidden = data.namespaces.length < 2;
@@ -223,7 +224,7 @@ function spaces() {
   at("spaces").replaceChildren(table([
     { title: "namespace", cell: (row) => row.name || "default" },
     ...names.map((name) => ({ title: name, num: true, cell: ({ tiers: { [name]: tier } }) => (tier ? `${held(tier)}${tier.capacity ? ` of ${bytes(tier.capacity)}` : ""}` : "–") })),
-  ], data.namespaces));
+  ], data.namespaces), ...more(data.more_namespaces, "namespace"));
 }
 
 ask();

@@ -123,6 +123,8 @@ class SchedulerSide:
             return
         try:
             state = _State(request, self._isolation(request)._replace(epoch=self._epoch))
+            if self._epoch is not None:
+                state.awaited = None  # no other engine stores anything under this one's names
             waiting = self._look_up(state)
         except (KVStoreError, OSError) as error:  # what has no name is not stored; it is no reason not to serve it
             logger.warning("request %s is neither loaded nor saved: %s", request.request_id, error)
@@ -291,6 +293,8 @@ class SchedulerSide:
         if not self._saves_wanted:
             return None
         request = state.request
+        if self._epoch is not None:
+            return handed_over(request, 0)  # nobody else knows the names
         return handed_over(request, request.num_prompt_tokens if state.tail_saved else state.saved * self.chunk_size)
 
     @property
@@ -309,7 +313,9 @@ class SchedulerSide:
             return False
         if state.awaited is not None:
             state.hits, state.lookups = self._announced_chunks(state, state.awaited), None
-            return bool(state.hits)
+            if state.hits:
+                return True
+            state.hits = state.awaited = None  # nothing that one could wait for
         self.counters["lookups"] += 1
         try:
             keys = [keys_of(context(state.isolation), state.hashes) for context in self._contexts]

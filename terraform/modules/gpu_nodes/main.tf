@@ -25,11 +25,13 @@ locals {
     engine_image = local.engine_image
     engine       = var.engine
     serve        = local.serve
+    publish      = "kvstore cloudwatch publish --scrape http://127.0.0.1:${var.engine.port}/metrics --gpu off" # the agent has the GPUs
+    region       = var.region
     devices      = var.efa ? "--device /dev/infiniband" : ""
     models       = var.mount == null ? "/var/lib/kvstore/models" : "/mnt/shared/models"
   }
   units = {
-    for name in concat(["kvstore-boot.service", "kvstore-node.service"], var.engine.name == "none" ? [] : ["kvstore-engine.service"]) :
+    for name in concat(["kvstore-boot.service", "kvstore-node.service"], var.engine.name == "none" ? [] : ["kvstore-engine.service", "kvstore-cloudwatch.service"]) :
     name => templatefile("${path.module}/templates/${name}.tftpl", local.shown)
   }
   agent = jsonencode({
@@ -77,7 +79,6 @@ locals {
     }]
   })
   user_data = templatefile("${path.module}/templates/user_data.sh.tftpl", merge(local.shown, {
-    region                = var.region
     config_version        = var.config_version
     config_secret_arn     = var.config_secret_arn
     node_token_secret_arn = var.node_token_secret_arn == null ? "" : var.node_token_secret_arn

@@ -26,6 +26,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ if .Values.tls.secret }}HTTPS{{ else }}HTTP{{ end }}
 {{- end }}
 
+{{- /* Where the pods see the authority that signed the certificates; empty: what the system trusts. */ -}}
+{{- define "kvstore.ca" -}}
+{{- if .Values.tls.ca }}{{ if not .Values.tls.secret }}{{ fail "tls.ca is a key of the Secret tls.secret; name that as well" }}{{ end }}/run/secrets/kvstore-tls/{{ .Values.tls.ca }}{{ end -}}
+{{- end }}
+
 {{- /* Of "64GiB" the number of GiB, rounded up; any unit that kvstore reads is not: the limit of a pod is derived from it. */ -}}
 {{- define "kvstore.memoryGiB" -}}
 {{- $text := .Values.memory | toString -}}
@@ -34,6 +39,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* The file that `kvstore serve --config` reads. */ -}}
 {{- define "kvstore.config" -}}
+{{- $ca := include "kvstore.ca" . -}}
 {{- $given := dict
   "listen" (printf "0.0.0.0:%v" .Values.ports.node)
   "unix" "/run/kvstore/node.sock"
@@ -47,7 +53,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.remote }}{{ $_ := set $given "remote" .Values.remote }}{{ end -}}
 {{- if .Values.ttl }}{{ $_ := set $given "ttl" .Values.ttl }}{{ end -}}
 {{- if .Values.tls.secret }}{{ $_ := set $given "tls_cert" "/run/secrets/kvstore-tls/tls.crt" }}{{ $_ := set $given "tls_key" "/run/secrets/kvstore-tls/tls.key" }}{{ end -}}
-{{- if .Values.controller.enabled }}{{ $_ := set $given "controller" (printf "%s://%s-controller.%s.svc:%v" (include "kvstore.scheme" . | lower) (include "kvstore.name" .) .Release.Namespace .Values.controller.port) }}{{ end -}}
+{{- if .Values.controller.enabled }}{{ $_ := set $given "controller" (printf "%s://%s-controller.%s.svc:%v" (include "kvstore.scheme" . | lower) (include "kvstore.name" .) .Release.Namespace .Values.controller.port) }}{{ if $ca }}{{ $_ := set $given "controller_ca" $ca }}{{ end }}{{ end -}}
 {{- range $name, $_ := .Values.config }}{{ if hasKey $given $name }}{{ fail (printf "config.%s is set by the chart; there is a value of its own for it" $name) }}{{ end }}{{ end -}}
 {{- merge $given .Values.config | toYaml }}
 {{- end }}
