@@ -181,7 +181,7 @@ def through_memory(model: Any, ids: Any, cache: Any, hit: int, salt: str | None)
 
 def raw_read_speed(folder: Path, keys: Sequence[str]) -> float | None:
     """GB/s of plain preadv over the files of these keys, into reused memory: the ceiling. None without files."""
-    files = [path for path in (folder / key[:2] / key[2:4] / f"{key}.kv" for key in keys) if path.is_file()]
+    files = [path for path in (folder / key[:2] / f"{key}.kv" for key in keys) if path.is_file()]
     if not files:
         return None
     buffer = bytearray(max(path.stat().st_size for path in files))
@@ -289,7 +289,10 @@ def run(argv: Sequence[str] | None) -> int:
     from kvstore.testing.models import smollm2_folder
 
     print("model: SmolLM2-135M-Instruct (the first time it is downloaded and converted)", flush=True)
-    args.model = str(smollm2_folder().resolve())
+    try:
+        args.model = str(smollm2_folder().resolve())
+    except ConfigError as error:
+        return complain(str(error))
     wrong: list[str] = []
     on_files = given is None or given.scheme == "file"
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:

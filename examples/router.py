@@ -1,6 +1,6 @@
 """A proxy in front of OpenAI-compatible servers that sends each prompt where its KV cache is.
 
-    pip install 'kvstore[control]'
+    pip install -c constraints.txt '.[control]'        # in this project's checkout
     python examples/router.py --listen 127.0.0.1:8000 --controller http://127.0.0.1:9090 --context context.yaml \\
         --engine n0=http://10.0.0.1:8000 --engine n1=http://10.0.0.2:8000
 
@@ -25,6 +25,8 @@ import logging
 import os
 import re
 import secrets
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,10 +38,11 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
-from kvstore.control import Client
+from kvstore.control import Client, ControlSettings
+from kvstore.control.messages import Route
 from kvstore.errors import ConfigError, KVStoreError, TransientError
 from kvstore.keys import DEFAULT_CHUNK_SIZE, KeyContext, chunk_keys
 from kvstore.metrics import Metrics
@@ -55,6 +58,7 @@ DECIDE_S = 0.5
 MOST_TAIL = 4096
 USAGE = re.compile(rb'"usage"\s*:\s*(\{(?:[^{}]|\{[^{}]*\})*\})')
 AWAY_S = 5.0  # an engine that could not be reached gets nothing for so long
+NEVER = 50  # prompts without a single hit, and then it is said once what that may mean
 BLIND_S = 2.0  # and a controller or tokenizer that did not answer in time is not asked for so long
 TOKENIZED = (
     "model", "prompt", "messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message",
@@ -122,6 +126,8 @@ class Router:
         self._namespace = namespace
         self._chunk_size = chunk_size
         self._blind_until = 0.0
+        self._strangers: set[str] = set()  # engines that do not report, of which it has been said
+        self._missed = 0  # prompts routed until the first hit; -1: there was one, or it has been said
         self.metrics = Metrics()
         # Answers may take minutes; that an engine is not there shows at once. Idle connections are let go before an
         # engine does so (5 s): what is sent just then is lost, and may not be sent again.
@@ -157,8 +163,28 @@ class Router:
                 self._blind_until = time.monotonic() + BLIND_S
             logger.warning("routed by load alone: %s: %s", type(error).__name__, error)
             return Decision(engines, 0, tokens)
+        self._look(route)
         ranked = [here[score.instance] for score in route.scores]
         return Decision([*ranked, *(engine for engine in engines if engine not in ranked)], route.hit_tokens, tokens)
+
+    def _look(self, route: Route) -> None:
+        """Say, once, what looks like a mistake of whoever set this up."""
+        strangers = {score.instance for score in route.scores if not score.reports} - self._strangers
+        if strangers:
+            self._strangers |= strangers
+            logger.warning(
+                "no node of the name %s reports to %s: name an engine as its node (kvstore serve --name)",
+                ", ".join(sorted(strangers)), self._control.url,
+            )  # fmt: skip
+        if self._missed < 0:
+            return
+        self._missed = -1 if route.hit_tokens else self._missed + 1
+        if self._missed == NEVER:
+            self._missed = -1
+            logger.warning(
+                "none of the first %d prompts had a hit: does the context name the engines' revision and shard, and "
+                "--chunk-size theirs? `kvstore ctl context URL KEY` reads a context from a record", NEVER,
+            )  # fmt: skip
 
     async def _tokens(
         self, engine: Engine, path: str, body: Mapping[str, Any], authorization: str | None
@@ -388,14 +414,28 @@ def build(router: Router) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/healthz", healthz),
-            Route("/metrics", numbers),
-            *(Route(path, router.prompt, methods=["POST"]) for path in PROMPTS),
-            Route("/{path:path}", router.other, methods=["GET", "POST", "DELETE"]),
+            Path("/healthz", healthz),
+            Path("/metrics", numbers),
+            *(Path(path, router.prompt, methods=["POST"]) for path in PROMPTS),
+            Path("/{path:path}", router.other, methods=["GET", "POST", "DELETE"]),
         ],
         exception_handlers={ClientDisconnect: gone},
         lifespan=lifespan,
     )
+
+
+class Server(uvicorn.Server):
+    """Says in one line where it listens, once it does."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            print(
+                f"router: listening on http://{f'[{host}]' if ':' in host else host}:{port}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -417,17 +457,25 @@ def main() -> None:
         if not equals or not url.startswith(("http://", "https://")):
             parser.error(f"--engine {text!r}: write NAME=http://host:port")
         engines.append(Engine(name, url.rstrip("/")))
-    # Secrets come by the environment: a command line can be read by everybody on the host.
-    control = Client(given.controller, token=os.environ.get("ROUTER_CONTROLLER_TOKEN", ""), ca=given.ca)
+    try:
+        host, port = ControlSettings(listen=given.listen, insecure=True).place()
+        # Secrets come by the environment: a command line can be read by everybody on the host.
+        control = Client(given.controller, token=os.environ.get("ROUTER_CONTROLLER_TOKEN", ""), ca=given.ca)
+        context = context_of(given.context)
+    except (KVStoreError, OSError) as error:
+        parser.exit(2, f"router: {error}\n")
     router = Router(
-        engines, control, context_of(given.context), namespace=given.namespace, chunk_size=given.chunk_size,
+        engines, control, context, namespace=given.namespace, chunk_size=given.chunk_size,
         decide_s=given.decide_timeout,
     )  # fmt: skip
-    host, _, port = given.listen.rpartition(":")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     attach_event_log(given.event_log)
-    config = uvicorn.Config(build(router), host=host, port=int(port), log_level="warning", access_log=False)
-    uvicorn.Server(config).run()
+    # The engines' `date` and `server` are passed on; a second one of each would be ours.
+    config = uvicorn.Config(
+        build(router), host=host, port=port, log_level="warning", access_log=False, date_header=False,
+        server_header=False,
+    )  # fmt: skip
+    Server(config).run()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kvstore
+from kvstore.errors import ConfigError
 from kvstore.integrations.transformers import KVCacheStore
 from kvstore.keys import chunk_keys
 from kvstore.stream import PrefillModel, PrefillSample, Streamer
@@ -49,7 +50,10 @@ def main() -> int:
     args = parser.parse_args()
     from kvstore.testing.models import smollm2_folder
 
-    folder = smollm2_folder()
+    try:
+        folder = smollm2_folder()
+    except ConfigError as error:
+        parser.error(str(error))
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = model.eval()
     text = "The cache of a long prompt is worth more than the time it takes to fetch it. " * args.tokens

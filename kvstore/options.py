@@ -216,10 +216,7 @@ def show_value(option: Option, value: Any) -> str:
     if option.secret:
         return "…"
     if option.kind == "size":
-        for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if value and value % factor == 0:
-                return f"{value // factor} {unit}"
-        return f"{value} B"
+        return _show_size(value)
     if option.kind == "duration":
         return f"{value * 1000:g} ms" if 0 < value < 1 else f"{value:g} s"
     if option.kind == "bool":
@@ -228,6 +225,21 @@ def show_value(option: Option, value: Any) -> str:
         return ", ".join(map(str, value)) or "—"
     bare = isinstance(value, str) and value == value.strip() != ""
     return f"{value}" if bare or not isinstance(value, str) else f'"{value}"'
+
+
+_BINARY = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_DECIMAL = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
+
+
+def _show_size(nbytes: int) -> str:
+    """In the unit in which it is the smallest whole number (1 GiB, 16 GB, 1500 MiB); where that is still a long one, in
+    bytes and, rounded, in the unit that fits best."""
+    whole = [(nbytes // factor, unit) for unit, factor in (*_BINARY, *_DECIMAL) if nbytes and nbytes % factor == 0]
+    number, unit = min(whole, key=lambda pair: pair[0], default=(nbytes, "B"))
+    if number < 100_000:
+        return f"{number} {unit}"
+    best, factor = next(pair for pair in _BINARY if nbytes >= pair[1])
+    return f"{nbytes} B ({nbytes / factor:.4g} {best})"
 
 
 def _short(value: object) -> str:

@@ -4,7 +4,7 @@
 #   steps.sh build SOURCE WHEELS              the wheel of this checkout, into the folder WHEELS
 #   steps.sh python                           a Python of 3.11 or newer with venv, from the base's packages if it has none
 #   steps.sh install WHEELS SOURCE PREFIX EXTRAS   an environment in PREFIX with that wheel, pinned by constraints.txt
-#   steps.sh engine WHEELS                    the wheel into the Python of an engine's image, which keeps its versions
+#   steps.sh engine WHEELS EXTRAS             the wheel into the Python of an engine's image, which keeps its versions
 #   steps.sh check PREFIX                     starts the node that was installed, asks it, and stops it
 #
 # Needs a package index for what the wheel depends on (PIP_INDEX_URL and the like are pip's own). No step reads a secret.
@@ -60,7 +60,8 @@ install() {
 
 engine() {
   wheel=$(wheel_of "$1")
-  "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-cache-dir "$wheel"
+  "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+    "kvstore[$2] @ file://$(cd "$(dirname "$wheel")" && pwd)/$(basename "$wheel")"
   "${PYTHON:-python3}" -c 'import kvstore; print("kvstore", kvstore.__version__)'
 }
 
@@ -103,6 +104,6 @@ PYTHON
 step=${1:-}
 [ $# -gt 0 ] && shift
 case "$step:$#" in
-  build:2 | python:0 | install:4 | engine:1 | check:1) "$step" "$@" ;;
+  build:2 | python:0 | install:4 | engine:2 | check:1) "$step" "$@" ;;
   *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -141,6 +141,7 @@ class Blender:
         self._samples: deque[PrefillSample] = deque(maxlen=_SAMPLES)
         self._index = WindowIndex(own.blend_min_tokens)
         self._numbers: dict[bytes, int] = {}  # documents of the index, by their ids
+        self._told_of_short = False
         self._look_at_model()
 
     def _look_at_model(self) -> None:
@@ -200,17 +201,24 @@ class Blender:
         seconds = self._store.config.put_timeout if timeout is None else number("timeout", timeout)
         least = self._config.blend_min_tokens
         chunks: dict[Key, tuple[Ids, bool]] = {}
-        short = 0
+        longest = short = 0
         if len(self.prefix) >= least:
             chunks[self._form.place_prefix().key] = (self.prefix, True)
         for document in as_documents(documents):
             for ids in self._texts.parts(document)[::2]:
                 self._form.require_known(ids)
+                longest = max(longest, len(ids))
                 if len(ids) >= least:
                     chunks[self._form.key(ids)] = (ids, False)
                     self._remember(ids)
                 else:
                     short += len(ids) > 0
+        if short and longest < least and not self._told_of_short:
+            self._told_of_short = True
+            logger.warning(
+                "no document is stored: all of them have fewer tokens (the longest %d) than the option "
+                "blend_min_tokens=%d; set it lower", longest, least,
+            )  # fmt: skip
         keys = list(chunks)
         known = self._heads(keys, time.monotonic() + seconds)
         totals = Writes()

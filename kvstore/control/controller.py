@@ -356,6 +356,7 @@ class Controller(Service):
         return choose(
             self._policy, [*candidates], queued=queued, places=self._places(ask.namespace, prompt, nodes),
             first=prompt.keys[0] if prompt.keys else None, tokens=len(prompt.keys) * prompt.chunk_size,
+            strangers=candidates.keys() - self._nodes.keys(),
         )  # fmt: skip
 
     async def addresses(self, ask: Ask) -> Sequence[Address]:
@@ -454,6 +455,11 @@ class Controller(Service):
 
     async def move(self, ask: Ask, keys: Sequence[Key], *, src: str, to_tier: str, to_instance: str) -> Started:
         address = ""
+        whose = [*self._nodes.values()] if ask.instances is None else self._named(ask.instances)
+        tiers = dict.fromkeys(tier for node in whose for tier in node.info.tiers)
+        for tier in filter(None, (src, to_tier)):
+            if tiers and tier not in tiers:
+                raise UnknownError(f"no instance has a tier {tier[:80]!r}; there are: {', '.join(tiers)}")
         if to_instance:
             (target,) = self._named([to_instance])
             address = target.info.address
@@ -477,7 +483,7 @@ class Controller(Service):
 
     async def _begin(self, ask: Ask, nodes: Sequence[_Node], call: _Call[Started]) -> Started:
         done, failures = await self._each(ask, nodes, call)
-        return Started(",".join(started.event for started in done.values()), _told(failures))
+        return Started(",".join(started.event for started in done.values() if started.event), _told(failures))
 
     async def check_finish(self, ask: Ask, event: str) -> Finished:
         parts: dict[str, str] = {}

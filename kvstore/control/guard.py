@@ -105,6 +105,10 @@ class Guard:
             except (_TooLargeError, _TooSlowError, _TooMuchError) as error:
                 if not started:
                     await _refuse(answer, receive, *self._too(error))
+            except asyncio.CancelledError:  # its time at shutdown is over
+                if started:
+                    raise
+                await _refuse(answer, receive, 503, "ClosedError", "the server is shutting down", linger=False)
             except Exception:
                 logger.exception("%s %s failed", scope["method"], _route(scope))
                 if started:
@@ -211,13 +215,16 @@ def _is_address(host: str) -> bool:
     return True
 
 
-async def _refuse(send: Send, receive: Receive, status: int, kind: str, message: str) -> None:
+async def _refuse(
+    send: Send, receive: Receive, status: int, kind: str, message: str, *, linger: bool = True
+) -> None:  # fmt: skip
     """Answer; and if the body is still coming, read on for a moment: a connection that is closed with something unread
     is reset, and then the client may lose the answer."""
     from starlette.responses import JSONResponse
 
-    unread = status in (401, 408, 413, 422, 503)
-    headers = {"connection": "close"} if unread else {}
+    closes = status in (401, 408, 413, 422, 503)
+    unread = closes and linger
+    headers = {"connection": "close"} if closes else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     response = JSONResponse(error_body(kind, message), status, headers)

@@ -206,12 +206,14 @@ class Score:
         hit_tokens: see `Place`.
         queued_tokens: tokens that wait to be prefilled there.
         cost: tokens of prefill until this prompt's first token, as estimated; the least wins.
+        reports: the instance is known here; else nothing is known of what it has.
     """
 
     instance: str
     hit_tokens: int
     queued_tokens: float
     cost: float
+    reports: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,17 +133,32 @@ class NodeService(Service):
         if to_instance and ":" not in to_instance:
             raise ConfigError(f"a node moves records to host:port, not to {to_instance!r}; a controller knows names")
         return await self._start(
-            ask, lambda: self._instance.move(ask.namespace, keys, src=src, dst=to_tier or to_instance)
+            ask, lambda: self._instance.move(ask.namespace, keys, src=src, dst=to_tier or to_instance), keys
         )
 
     async def transcode(self, ask: Ask, keys: Sequence[Key], *, codec: str, level: int | None) -> Started:
         return await self._start(
-            ask, lambda: self._instance.transcode(ask.namespace, keys, codec=codec, level=level)
+            ask, lambda: self._instance.transcode(ask.namespace, keys, codec=codec, level=level), keys
         )  # fmt: skip
 
-    async def _start(self, ask: Ask, start: Callable[[], str]) -> Started:
+    async def _start(self, ask: Ask, start: Callable[[], str], keys: Sequence[Key] = ()) -> Started:
+        """Begin a job. If it is about records of which not one is here there is nothing to follow: no event."""
         self._mine(ask.instances)
-        return Started(f"{await self._calls.run(start, ask.deadline)}@{self._info.name}")
+
+        def begin() -> str:
+            here = not keys or self._any(ask, keys)
+            job_id = start()  # in any case: it says what makes no sense
+            return f"{job_id}@{self._info.name}" if here else ""
+
+        return Started(await self._calls.run(begin, ask.deadline))
+
+    def _any(self, ask: Ask, keys: Sequence[Key]) -> bool:
+        """Whether any of them is here; also where a tier does not say so within half of the time."""
+        now = time.monotonic()
+        try:
+            return any(self._instance.lookup(ask.namespace, keys, deadline=now + (ask.deadline - now) / 2))
+        except TransientError:
+            return True
 
     async def check_finish(self, ask: Ask, event: str) -> Finished:
         job_id, _, name = event.rpartition("@")

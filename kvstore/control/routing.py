@@ -15,7 +15,7 @@ alike go to one place from the very first on, before anybody has reported anythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
@@ -58,7 +58,7 @@ class RoutePolicy:
 
 def choose(
     policy: RoutePolicy, candidates: Sequence[str], *, queued: Mapping[str, float], places: Sequence[Place],
-    first: Key | None, tokens: int,
+    first: Key | None, tokens: int, strangers: Collection[str] = (),
 ) -> Route:  # fmt: skip
     """The candidate with the least cost.
 
@@ -68,6 +68,7 @@ def choose(
         places: who has what of the prompt.
         first: key of the prompt's first chunk; None: it is shorter than a chunk.
         tokens: of the prompt.
+        strangers: candidates that do not report.
 
     Raises:
         ConfigError: no candidates.
@@ -86,5 +87,8 @@ def choose(
     tied = sorted(name for name in candidates if costs[name] == least)
     best = tied[0] if first is None or len(tied) == 1 else tied[Placement(tied).order(first)[0]]
     ranked = sorted(candidates, key=lambda name: (name != best, costs[name], name))
-    scores = [Score(name, hits[name].hit_tokens if name in hits else 0, queued[name], costs[name]) for name in ranked]
+    scores = [
+        Score(name, hits[name].hit_tokens if name in hits else 0, queued[name], costs[name], name not in strangers)
+        for name in ranked
+    ]
     return Route(best, scores[0].hit_tokens, tokens, scores)

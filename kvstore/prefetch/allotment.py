@@ -35,6 +35,10 @@ __all__ = ["Allotment"]
 logger = logging.getLogger("kvstore.prefetch")
 
 _MOST_UNDER_WAY = 8  # parts of one stream: enough for every lane, each with many chunks
+# What is under way side by side shares the link, so each part comes later the more there are. Over a slow link few and
+# small parts fill it as well: see `Speed.window`.
+_JOINED_S = 0.01  # what layers of one group take
+_FULL_S = 0.02  # what the parts under way take, if there are two or more
 
 
 class Allotment(Mailbox):
@@ -69,7 +73,8 @@ class Allotment(Mailbox):
     def _new(self, plan: LayerPlan, deadline: float, *, started: bool) -> StreamState:
         self._number += 1
         state = StreamState(plan, deadline, self._number, started=started)
-        state.lay_out(preferred=self._preferred, most=self._most, first=self._first)
+        joined = self.speed.window(_JOINED_S)
+        state.lay_out(preferred=self._preferred, most=self._most, first=self._first, joined=joined)
         self._streams[state] = None
         return state
 
@@ -197,7 +202,10 @@ class Allotment(Mailbox):
             pass
         except KVStoreError as raised:  # on_error="raise", or a store that was closed
             error = raised
-        self.speed.end(time.monotonic(), sum(outcome.nbytes for outcome in outcomes))
+        now, nbytes = time.monotonic(), sum(outcome.nbytes for outcome in outcomes)
+        self.speed.end(now, nbytes)
+        if nbytes:
+            self.speed.took(now - part.asked, part.under_way)
         while state.completions and state.completions[0].settled(0):
             state.completions.popleft()
         if part.state is not State.LOADING or part.completion is not completion:
@@ -262,7 +270,10 @@ class Allotment(Mailbox):
             return False
         part = state.prune()
         # Few at first: a miss costs little, and who waits for the first part does not wait for the lock.
-        if part is None or state.loading >= min(2 + state.arrived, _MOST_UNDER_WAY):
+        loading = [part.nbytes for part in state.active if part.state is State.LOADING]
+        if part is None or len(loading) >= min(2 + state.arrived, _MOST_UNDER_WAY):
+            return False
+        if len(loading) >= 2 and sum(loading) >= self.speed.window(_FULL_S):
             return False
         size, ahead = part.size, state.ahead
         if not state.started and ahead + size > shares[state]:
@@ -330,7 +341,10 @@ class Allotment(Mailbox):
             self._end(state, error)
             return
         self.speed.begin(now)
-        part.completion = completion
+        part.completion, part.asked = completion, now
+        part.under_way = sum(
+            each.nbytes for stream in self._streams for each in stream.active if each.state is State.LOADING
+        )
         state.completions.append(completion)
         completion.add_done_callback(lambda done: self.post(lambda: self._arrived(state, part, done)))
 

@@ -6,6 +6,7 @@ Everything here is changed with the prefetcher's lock held (`prefetcher.py`).
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -49,16 +50,21 @@ class Part:
         size: what buffers for its pairs take in the pool; as of the last `StreamState.prune`.
         nbytes: what those that it has take.
         holds: how many look at it.
+        asked, under_way: when it was asked for, and how many bytes were under way then, its own included.
     """
 
-    __slots__ = ("buffers", "completion", "count", "first", "holds", "nbytes", "pairs", "size", "state", "within")
+    __slots__ = (
+        "asked", "buffers", "completion", "count", "first", "holds", "nbytes", "pairs", "size", "state", "under_way",
+        "within",
+    )  # fmt: skip
 
     def __init__(self, first: int, count: int, pairs: Sequence[tuple[int, int]]) -> None:
         self.first = first
         self.count = count
         self.pairs = pairs
         self.state = State.PLANNED
-        self.size = self.nbytes = 0
+        self.size = self.nbytes = self.under_way = 0
+        self.asked = 0.0
         self.within: tuple[int, ...] = ()  # the hits that `pairs` and `size` fit
         self.holds = 0
         self.buffers: Sequence[Buffer] = ()
@@ -114,8 +120,14 @@ class StreamState:
         self.total_bytes = sum(map(plan.layer_bytes, range(plan.num_layers)))
         self.paged_bytes = self.total_bytes
 
-    def lay_out(self, *, preferred: int, most: int, first: int) -> None:
-        """Make the parts. `most`: bytes of the largest group; what is cut further is a layer of a plan with `split`."""
+    def lay_out(self, *, preferred: int, most: int, first: int, joined: float = math.inf) -> None:
+        """Make the parts.
+
+        Args:
+            preferred, first: as of `layer_groups`.
+            most: bytes of the largest group; what is cut further is a layer of a plan with `split`.
+            joined: several layers are one group only up to so many bytes.
+        """
         plan = self.plan
         pairs = [(n, chunk) for n, prefix in enumerate(plan.prefixes) for chunk in range(len(prefix))]
         chunks = [plan.prefixes[n][chunk] for n, chunk in pairs]
@@ -123,7 +135,9 @@ class StreamState:
         totals = [sum(paged(spec.sizes[n]) * count for spec, count in kinds.items()) for n in range(plan.num_layers)]
         self.paged_bytes = sum(totals)
         largest = [max(spec.sizes[n] for spec in kinds) for n in range(plan.num_layers)]
-        for begin, count in layer_groups(totals, largest, preferred=preferred, most=most, first=first):
+        for begin, count in layer_groups(
+            totals, largest, preferred=preferred, most=int(min(most, joined)), first=int(min(first, joined))
+        ):
             cuts = []
             if plan.split and count == 1 and totals[begin] > most:
                 cuts = runs([paged(chunk.spec.sizes[begin]) for chunk in chunks], most)

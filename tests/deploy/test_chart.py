@@ -18,7 +18,6 @@ from kvstore.control import Client
 from kvstore.integrations import vllm
 from kvstore_cli.serve_http import control_settings
 from kvstore_cli.serve_options import Settings, load_settings
-
 from tests.servers.certificate import make_certificate
 from tests.transport_support import wait_until
 

@@ -103,6 +103,27 @@ def test_the_steps_of_the_image_end_in_a_node_that_serves(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_an_engine_gets_what_s3_needs_and_keeps_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (engine,) = [command for command in runs() if "steps.sh engine" in command]
+    text = (DOCKER / "Dockerfile").read_text()
+    stage = text[text.index(" AS engine") : text.index(" AS node")]
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", stage, re.M)
+    assert "s3" in extras.split(",")
+    assert engine.endswith('steps.sh engine /wheels "${EXTRAS}"')
+    (tmp_path / "kvstore-0.1.0-py3-none-any.whl").touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    steps("engine", str(tmp_path), extras)
+    installed, shown = (tmp_path / "asked").read_text().splitlines()
+    assert installed.endswith(f"kvstore[{extras}] @ file://{tmp_path}/kvstore-0.1.0-py3-none-any.whl")
+    assert "constraint" not in installed, "the versions are the engine's"
+    assert "import kvstore" in shown
+
+
 def test_a_step_that_cannot_be_done_says_why(tmp_path: Path) -> None:
     assert "SOURCE is the root of the checkout" in steps("build", str(tmp_path), str(tmp_path / "w"), status=1)
     assert "run the step 'build' first" in steps(
@@ -110,8 +131,8 @@ def test_a_step_that_cannot_be_done_says_why(tmp_path: Path) -> None:
     )
     for name in ("kvstore-0.1.0-py3-none-any.whl", "kvstore-0.2.0-py3-none-any.whl"):
         (tmp_path / name).touch()
-    assert "more than one wheel" in steps("engine", str(tmp_path), status=1)
-    for words in ((), ("build",), ("unknown",), ("check", "a", "b")):
+    assert "more than one wheel" in steps("engine", str(tmp_path), "s3", status=1)
+    for words in ((), ("build",), ("unknown",), ("check", "a", "b"), ("engine", "a")):
         assert "steps.sh build SOURCE WHEELS" in steps(*words, status=2)
 
 

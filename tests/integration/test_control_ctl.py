@@ -132,6 +132,16 @@ def test_a_controller_and_two_nodes_as_their_operator_uses_them(
         assert "n0" in capsys.readouterr().out
         status, found = _run(capsys, "route", *prompt, "--candidate", "n0=10", "--candidate", "n1")
         assert (status, found["instance"]) == (0, "n0")
+        assert main(["ctl", "route", *prompt, "--candidate", "n0=10", "--candidate", "n7=5"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("n7")]
+        assert line.endswith("not reporting here")
+        unknown = ["move", keys_of(3, 1)[0].hex(), "--namespace", "team", "--from"]
+        assert main(["ctl", *unknown, "memory", "--to-instance", "n1"]) == 1
+        assert "nobody has any of the 1 chunks" in capsys.readouterr().err
+        assert main(["ctl", *unknown, "memroy", "--to-instance", "n1"]) == 2
+        assert "'memroy'; there are: memory" in capsys.readouterr().err
+        assert main(["ctl", "workers", "--url", f"http://{nodes[0].said['address']}"]) == 2
+        assert "is this the --http of a node" in capsys.readouterr().err
         assert _run(capsys, "lookup", keys_of(3, 1)[0].hex())[0] == 1
         status, found = _run(capsys, "pin", *prompt, "--ttl", "10min")
         assert (status, found["instances"]) == (0, {"n0": 4, "n1": 2})
@@ -194,9 +204,13 @@ def test_a_controller_and_two_nodes_as_their_operator_uses_them(
         (["clear", "--model", "m"], "say --yes"),
         (["move", "ab" * 32, "--from", "memory"], "say where to"),
         (["workers", "--url", "nonsense"], "http://HOST:PORT"),
+        (["workers", "--url", "http://127.0.0.1:1"], "by --url, or KVSTORE_CTL_URL"),
+        (["--url", "http://127.0.0.1:1", "health"], "behind the subcommand: kvstore ctl health --url"),
+        (["--ulr", "http://127.0.0.1:1", "health"], "--ulr"),
+        (["context", "file:///nowhere", "ab" * 32], "/nowhere"),
         (["workers", "--timeout", "0s"], "out of range"),
         (["pin", "ab" * 32, "--ttl", "0s"], "more than 0"),
-        (["serve", "--http", "0.0.0.0:0"], "no admin token"),
+        (["serve", "--http", "0.0.0.0:0"], "no admin token: give one (--admin-token-file)"),
         (["serve", "--http", "nonsense"], "HOST:PORT"),
         (["serve", "--tier-worth", "memory=2"], "out of range"),
         (["serve", "--tier-worth", "memory"], "NAME=VALUE"),
@@ -252,6 +266,11 @@ def test_jobs_of_a_single_node_on_the_command_line(capsys: pytest.CaptureFixture
         assert main(["ctl", "clear", "--model", "org/model", "--yes", "--wait", "5s", *at]) == 0
         assert "clear" in capsys.readouterr().out
         assert _run(capsys, "lookup", *words, *at)[0] == 1
+        assert main(["ctl", "clear", "--model", "org/model", "--yes", "--wait", "5s", *at]) == 1
+        assert "no record names the model 'org/model'" in capsys.readouterr().err
+        for gone in (["compress", "--codec", "lz4"], ["decompress"], ["move", "--from", "memory", "--to", "disk"]):
+            assert main(["ctl", gone[0], *words, *gone[1:], *at]) == 1
+            assert "nobody has any of the 3 chunks" in capsys.readouterr().err
         assert main(["ctl", "compress", *words, "--codec", "kvt", *at]) == 2
         assert "'kvt'" in capsys.readouterr().err
 
@@ -301,7 +320,8 @@ def test_every_command_is_there_and_writes_json() -> None:
     found = dict(_commands(kvstore_command))
     of_issue = ["serve", "doctor", "ls", "stat", "verify", "rm", "options", "config check", "plan", "ctl lookup",
                 "ctl query-ip", "ctl pin", "ctl unpin", "ctl clear", "ctl move", "ctl compress", "ctl decompress",
-                "ctl health", "ctl check-finish", "ctl workers", "ctl route", "cloudwatch publish"]  # fmt: skip
+                "ctl health", "ctl context", "ctl check-finish", "ctl workers", "ctl route",
+                "cloudwatch publish"]  # fmt: skip
     assert {tuple(words.split()) for words in of_issue} <= set(found)
     assert [path for path, command in found.items() if not any("--json" in each.opts for each in command.params)] == []
 
@@ -328,8 +348,18 @@ def test_the_context_of_a_file_is_that_of_the_code(tmp_path: Path) -> None:
     path = tmp_path / "context.yaml"
     path.write_text("model: org/model\ndtype: bfloat16\nlayout: {num_layers: 2, num_kv_heads: 2, head_dim: 64}\n")
     assert context_of(str(path)) == CONTEXT
-    wrong = [("model: x\n", "layout"), ("layout: {num_layers: 1}\n", "is no key context"),
-             ("modl: x\nlayout: {num_layers: 2, num_kv_heads: 2, head_dim: 64}\n", "is no key context")]  # fmt: skip
+    shape = "{num_layers: 2, num_kv_heads: 2, head_dim: 64}"
+    wrong = [
+        ("model: x\n", "layout"),
+        ("model: x\ndtype: bfloat16\nlayout: {num_layers: 1}\n", "layout needs num_kv_heads, head_dim"),
+        (
+            "layout: {layers: 2}\n",
+            "layout has no field 'layers'; its fields: num_layers, num_kv_heads, head_dim, v_head",
+        ),
+        (f"modl: x\nlayout: {shape}\n", "key context has no field 'modl'; its fields: model, layout, dtype, revision"),
+        (f"model: x\nlayout: {shape}\n", "key context needs dtype"),
+        (f"model: x\ndtype: bf17\nlayout: {shape}\n", "is no key context"),
+    ]
     for text, words in wrong:
         path.write_text(text)
         with pytest.raises(kvstore.ConfigError, match=words):

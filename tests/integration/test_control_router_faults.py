@@ -237,6 +237,7 @@ def test_who_goes_away_before_the_answer_begins_ends_the_engines_work(place: Pla
 
 def test_headers_paths_and_bodies_pass_as_they_were_written(place: Place) -> None:
     said = b"set-cookie: a=1\r\nset-cookie: b=2\r\nconnection: close, x-mine\r\nx-mine: 1\r\nx-kvstore-instance: x\r\n"
+    said += b"date: yesterday\r\nserver: engine\r\n"
     place.all_say(lambda connection, head, body: connection.sendall(_answer(body, said)))
     body = json.dumps({"model": "m", "prompt": "x" * 64, "n": 3, "logit_bias": {"1": 0.5}, "ü": "ü"}).encode()
     status, headers, text = place.ask(
@@ -246,6 +247,7 @@ def test_headers_paths_and_bodies_pass_as_they_were_written(place: Place) -> Non
     assert (status, text) == (200, body)
     assert headers.get_all("set-cookie") == ["a=1", "b=2"]
     assert headers.get_all("x-request-id") == ["r-1"]
+    assert (headers.get_all("date"), headers.get_all("server")) == (["yesterday"], ["engine"])  # not ours as well
     assert headers.get_all("x-kvstore-instance")[0] in ("n0", "n1")
     assert len(headers.get_all("x-kvstore-instance")) == 1
     assert "x-mine" not in headers
@@ -335,6 +337,51 @@ def test_what_engines_say_of_requests_is_counted(place: Place) -> None:
     assert grown('kvstore_request_tokens_total{what="saved"}') == 96
     assert grown('kvstore_request_tokens_total{what="output"}') == 6
     assert grown("kvstore_request_ttft_seconds_count") == 1
+
+
+def test_what_looks_like_a_mistake_in_the_setup_is_said_once(place: Place) -> None:
+    """No node of these names reports, and nothing is ever found."""
+    place.all_say(lambda connection, head, body: connection.sendall(_answer({})))
+    never = "none of the first 50 prompts had a hit"
+    for _ in range(200):
+        assert place.ask()[0] == 200
+        if never in place.log.read_text():
+            break
+    for _ in range(60):
+        place.ask()
+    log = place.log.read_text()
+    assert log.count(never) == 1
+    assert "kvstore ctl context URL KEY" in log
+    assert log.count("no node of the name n0, n1 reports") == 1
+    assert log.splitlines()[0] == f"router: listening on http://{place.host}"
+    assert log.count("listening on") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--listen", "8000"], "'8000' is not HOST:PORT"),
+        (["--listen", "127.0.0.1:x"], "is not HOST:PORT"),
+        (["--controller", "127.0.0.1:9090"], "http://HOST:PORT"),
+        (["--context", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--context", "{folder}/wrong.yaml"], "layout has no field 'heads'"),
+    ],
+)
+def test_options_that_make_no_sense_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("model: m\ndtype: bfloat16\nlayout: {heads: 2}\n")
+    good = ["--controller", "http://127.0.0.1:1", "--engine", "n0=http://127.0.0.1:2", "--context", "{folder}/ok.yaml"]
+    (tmp_path / "ok.yaml").write_text(
+        "model: org/model\ndtype: bfloat16\nlayout: {num_layers: 2, num_kv_heads: 2, head_dim: 64}\n"
+    )
+    command = [word.format(folder=tmp_path) for word in (*good, *words)]  # the last one of a flag counts
+    done = subprocess.run(
+        [sys.executable, str(ROUTER), *command], env=ENVIRONMENT, check=False, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.startswith("router: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_tokenizer_that_hangs_is_waited_for_once_and_not_by_everybody(place: Place) -> None:

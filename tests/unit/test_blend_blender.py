@@ -288,6 +288,27 @@ def test_the_least_length(some_model: Any) -> None:
         assert (report.hits, report.short, report.misses) == (3, 1, 0)
 
 
+def test_documents_that_are_all_too_short_are_told_of_once(
+    some_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    def told(some: Any, documents: Any) -> list[str]:
+        caplog.clear()
+        some.precompute(documents)
+        return [record.getMessage() for record in caplog.records if "blend_min_tokens" in record.getMessage()]
+
+    with store(backend()) as opened, caplog.at_level("WARNING", "kvstore.blend"):
+        made = blender(some_model, opened, {"blend_min_tokens": 42})
+        assert told(made, DOCUMENTS) == [], "some are long enough"
+        assert told(made, []) == []
+        assert told(blender(some_model, opened, {"blend_min_tokens": 44}), DOCUMENTS) == [], "one is long enough"
+        made = blender(some_model, opened, {"blend_min_tokens": 45})
+        assert told(made, DOCUMENTS) == [
+            "no document is stored: all of them have fewer tokens (the longest 44) than the option "
+            "blend_min_tokens=45; set it lower"
+        ]
+        assert told(made, DOCUMENTS) == [], "once"
+
+
 # Finding.
 
 

@@ -597,9 +597,22 @@ def test_a_dry_run_shows_and_sends_nothing(place: Place, capsys: pytest.CaptureF
         assert boto3.client("cloudwatch", region_name="us-east-1").list_metrics()["Metrics"] == []
     thread.join()
     assert status == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "CacheHitRate" in out
     assert "vllm:external_prefix_cache" in out
+    assert err == "kvstore: measuring for 1 s\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--emf"]])
+def test_an_interval_in_which_nothing_happened_says_so(
+    place: Place, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.text = "# TYPE process_open_fds gauge\nprocess_open_fds 7\n"
+    words = ["--scrape", place.url, "--dry-run", "--interval", "1s", "--gpu", "off", *more]
+    assert main(["cloudwatch", "publish", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out == "", "a head without a line is no answer"
+    assert err == "kvstore: measuring for 1 s\nkvstore: nothing was asked for in this interval\n"
 
 
 @pytest.mark.usefixtures("aws")
@@ -637,6 +650,9 @@ def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest
 def test_nothing_that_answers_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--scrape", "http://127.0.0.1:9/metrics", "--dry-run", "--interval", "1s", "--gpu", "off"]
     assert main(["cloudwatch", "publish", *words]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing was asked for" not in err
 
 
 def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,21 @@ def test_no_figures_are_not_called_a_cost_of_nothing(capsys: pytest.CaptureFixtu
     assert "0.00" not in out
 
 
+def test_costs_without_credentials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    assert main(["cloudwatch", "costs", "--project", "kv"]) == 1
+    assert capsys.readouterr().err.startswith("kvstore: no AWS credentials found: AWS_PROFILE")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "half")
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    assert main(["cloudwatch", "costs", "--project", "kv"]) == 2
+    assert capsys.readouterr().err.endswith("found in env, missing: AWS_SECRET_ACCESS_KEY\n")
+
+
 def test_a_subject_is_one_line_of_ascii() -> None:
     sent: list[dict[str, Any]] = []
 

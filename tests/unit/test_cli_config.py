@@ -219,6 +219,12 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
     assert "Usage: kvstore" in capsys.readouterr().out
 
 
+def test_a_command_that_is_nearly_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, said in (("server", " Did you mean 'serve'?"), ("vrify", " Did you mean 'verify'?"), ("xyzzy", "")):
+        assert main([word, "--listen", "127.0.0.1:0"]) == 2
+        assert capsys.readouterr().err == f"kvstore: No such command {word!r}.{said}\n"
+
+
 def test_codec_profiles_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.kvprofile"
     text = f"remote_url: memory://\nremote_serde: kvt\ncodec_profile: {path}\n"

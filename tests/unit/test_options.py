@@ -240,6 +240,27 @@ def test_a_near_miss_is_suggested() -> None:
     assert unknown_option("a", [], where="x") == "unknown option 'a' for x; known options: none"
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (0, "0 B"), (4096, "4 KiB"), (1000, "1000 B"), ("1GiB", "1 GiB"), ("1500MiB", "1500 MiB"),
+        ("1.5GiB", "1536 MiB"), ("16G", "16 GB"), ("16000MB", "16 GB"), ("1.5GB", "1500 MB"), ("3TB", "3 TB"),
+        ("2TiB", "2 TiB"),
+        (99_999, "99999 B"), (100_001, "100001 B (97.66 KiB)"), ("123.4MB", "123400000 B (117.7 MiB)"),
+        (2**34 + 1, "17179869185 B (16 GiB)"),
+    ],
+)  # fmt: skip
+def test_sizes_are_shown_in_the_unit_that_fits(written: object, shown: str) -> None:
+    option = Option("memory", "size", 1, "…")
+    assert show_value(option, option.parse(written)) == shown
+
+
+@given(nbytes=st.integers(0, 2**60))
+def test_a_size_that_is_shown_is_the_size(nbytes: int) -> None:
+    shown = show_value(Option("memory", "size", 1, "…"), nbytes)
+    assert parse_size(shown.partition(" (")[0]) == nbytes
+
+
 def test_the_manual_shows_units_choices_and_escapes_pipes() -> None:
     rows = format_manual([
         *OPTIONS,

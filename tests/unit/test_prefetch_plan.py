@@ -120,6 +120,23 @@ def test_what_a_plan_knows() -> None:
     assert plan.name != LayerPlan([[Chunk(keys[0], SPEC)], [Chunk(k, SPEC) for k in keys[1:]]]).name
 
 
+def test_what_fills_the_link_grows_with_its_latency() -> None:
+    speed = Speed()
+    speed.took(1.0, 500)  # without a speed it says nothing
+    assert speed.window(0.1) == math.inf
+    speed.begin(10.0)
+    speed.end(11.0, 1000)
+    assert speed.window(0.1) == math.inf
+    speed.took(0.5, 500)  # its bytes alone
+    assert speed.window(0.1) == pytest.approx(100)
+    for _ in range(40):
+        speed.took(1.0, 500)  # half a second besides: as much again comes in it, and twice that is allowed
+    assert speed.window(0.1) == pytest.approx(1100, rel=0.01)
+    for _ in range(40):
+        speed.took(0.1, 500)  # faster than it was said to be: no latency, never a negative one
+    assert speed.window(0.1) == pytest.approx(100, rel=0.01)
+
+
 def test_speed_counts_overlapping_transfers_once_and_forgets() -> None:
     speed = Speed()
     assert speed.bytes_per_s is None

@@ -491,6 +491,35 @@ def test_a_prefetcher_that_makes_no_sense_is_refused(options: dict[str, int], sa
             Prefetcher(object())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "groups", "most"), [(0.0, LAYERS, 2), (10.0, LAYERS // 2, 2)], ids=["no latency", "latency"]
+)
+def test_over_a_slow_link_little_is_under_way(latency_s: float, groups: int, most: int) -> None:
+    """Parts under way share the link: who waits for the first one waits for all of them."""
+    backend, keys = filled(lanes=4)
+    with store_over(backend) as store:
+        prefetcher = Prefetcher(store)
+        speed = prefetcher._arbiter.speed
+        speed.end = lambda *_: None  # type: ignore[method-assign]
+        speed.took = lambda *_: None  # type: ignore[method-assign]
+        speed.bytes_per_s, speed.latency_s = float(LAYER) / 10, latency_s  # ten seconds for a layer
+        stream = prefetcher.start(plan(keys))
+        parts = [*stream.state.active, *stream.state.pending]
+        seen = 0
+        for layer in range(LAYERS):
+            seen = max(seen, stream.state.loading)
+            with stream.wait(layer):
+                pass
+        assert seen <= most
+        assert len(parts) == groups
+        stream.cancel()
+        speed.bytes_per_s, speed.latency_s = float(LAYER) * 1e4, 0.0
+        fast = prefetcher.start(plan(keys))
+        assert len([*fast.state.active, *fast.state.pending]) < LAYERS
+        fast.cancel()
+        until(lambda: gone(prefetcher))
+
+
 def test_a_pool_that_is_full_for_long_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for memory gives up his turn now and then; it must come back to him without anybody's help."""
     monkeypatch.setattr(arbiter, "_POOL_SLICE_S", 0.01)

@@ -24,6 +24,32 @@ def test_links_lead_somewhere() -> None:
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
+# By name, and not by a path: `pip install kvstore`, `pip install -U 'kvstore[s3]'`, `'kvstore[s3]'` by itself.
+_BY_NAME = re.compile(r"""pip3? install [^\n`#]*?(?<![\w/.-])kvstore(?![\w-])|['"`]kvstore\[(?![^\n]*\] @ file:)""")
+
+
+def test_nobody_is_told_to_install_what_has_our_name_on_the_public_index() -> None:
+    """`kvstore` there is a stranger's project."""
+    for bad in ("pip install kvstore  # x", "pip install -U 'kvstore[s3]'", "`'kvstore[s3]'` brings boto3"):
+        assert _BY_NAME.search(bad), bad
+    for good in (
+        "pip install -c constraints.txt '.[s3]'  # kvstore", "pip install dist/kvstore-*.whl",
+        'pip install "$(ls dist/kvstore-*.whl)[s3]"', '"kvstore[$4] @ file://$(pwd)"',
+    ):  # fmt: skip
+        assert not _BY_NAME.search(good), good
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder in ("docs", "examples", "deploy"):
+        pages += [path for path in sorted((ROOT / folder).rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    assert len(pages) > 40
+    found = [
+        f"{page.relative_to(ROOT)}:{number}: {line.strip()}"
+        for page in pages
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if _BY_NAME.search(line)
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "memory://" in block])
 def test_snippets_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_BUFFER_POOL_BYTES", "1MiB")

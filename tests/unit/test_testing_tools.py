@@ -144,7 +144,9 @@ def test_forwarding() -> None:
         AssertionError, match=r"instead of forwarding: announce, lease, list, register, name, capabilities, limits$"
     ):
         assert_forwards_everything(Forgetful)
-    with pytest.raises(AssertionError, match=r"inherits from Backend instead of forwarding: announce, lease, list, register$"):
+    with pytest.raises(
+        AssertionError, match=r"inherits from Backend instead of forwarding: announce, lease, list, register$"
+    ):
         assert_forwards_everything(Forgetful, Forgetful)
     assert_forwards_everything(Wrong)
     with pytest.raises(AssertionError) as caught:

@@ -465,8 +465,10 @@ def test_listen_replaces_what_the_dead_left_and_nothing_else(tmp_path: Path) -> 
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(TransportUnavailable, match="at most 102 bytes"):
         listen(str(tmp_path / ("x" * 100)))
-    with pytest.raises(TransportUnavailable, match="cannot listen"):
+    with pytest.raises(TransportUnavailable, match=f"cannot listen at .*/x: there is no folder {tmp_path}/nowhere"):
         listen(str(tmp_path / "nowhere" / "x"))
+    with pytest.raises(TransportUnavailable, match=r"cannot listen at /proc/kvstore\.sock: [^\[]*$"):
+        listen("/proc/kvstore.sock")
 
 
 def test_a_path_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,11 +92,14 @@ def publish(
         publisher.run(seconds, stop)
         return 1 if publisher.waiting else 0
     publisher.step()
+    print(f"kvstore: measuring for {seconds:g} s", file=sys.stderr, flush=True)
     stop.wait(seconds)
     data = publisher.step()
+    if not data and publisher.answering:  # otherwise the log says who does not answer
+        print("kvstore: nothing was asked for in this interval", file=sys.stderr)
     if as_json:
         write_json([_shown(datum) for datum in data], as_json)
-    if as_json != "-" and not emf:
+    if data and as_json != "-" and not emf:
         _print(data)
     return 1 if not publisher.answering or (sink is not None and publisher.waiting) else 0
 

@@ -38,19 +38,20 @@ def aws_client(service: str, region: str = "", **more: Any) -> Any:
     """A client of boto3, with bounded time.
 
     Raises:
-        ConfigError: boto3 is not installed, or no region is known.
+        ConfigError: boto3 is not installed, no region is known, or the profile or the credentials make no sense.
     """
     try:
         import boto3
         from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, NoRegionError
     except ImportError as error:
         raise ConfigError("kvstore cloudwatch needs boto3: pip install 'kvstore[s3]'", cause=error) from error
     settings = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
     try:
         return boto3.client(service, region_name=region or None, config=settings, **more)
     except BotoCoreError as error:
-        raise ConfigError(f"{service}: {error} Give --region, or set AWS_REGION.", cause=error) from error
+        hint = " Give --region, or set AWS_REGION." if isinstance(error, NoRegionError) else ""
+        raise ConfigError(f"{service}: {error}{hint}", cause=error) from error
 
 
 _REFUSED = ("InvalidParameter", "MissingParameter", "MissingRequiredParameter", "ValidationE", "InvalidFormat")
@@ -65,10 +66,10 @@ def aws_call(call: Callable[..., Any], **arguments: Any) -> Any:
 
     Raises:
         PermanentError: it makes no sense to AWS, and never will.
-        UnreachableError: no answer.
+        UnreachableError: no answer, or nothing to prove who asks with.
         TransientError: whatever else went wrong: the next one may do.
     """
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
     from botocore.parsers import ResponseParserError
 
     try:
@@ -78,6 +79,9 @@ def aws_call(call: Callable[..., Any], **arguments: Any) -> Any:
         what = f"{error.operation_name}: {found.get('Code', 'error')}: {found.get('Message', '')}"
         kind = PermanentError if str(found.get("Code")).startswith(_REFUSED) else TransientError
         raise kind(what[:300], operation="aws", cause=error) from error
+    except NoCredentialsError as error:
+        what = "no AWS credentials found: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role give them"
+        raise UnreachableError(what, operation="aws", cause=error) from error
     except (BotoCoreError, ResponseParserError) as error:  # the latter: somebody in between answers
         raise UnreachableError(f"AWS cannot be reached: {error}"[:300], operation="aws", cause=error) from error
 

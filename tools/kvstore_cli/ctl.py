@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import click
@@ -24,10 +24,11 @@ import click
 from kvstore.config import read_yaml
 from kvstore.control import Client
 from kvstore.control.messages import Acted, Failure, Finished, Started
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, TransientError
 from kvstore.keys import DEFAULT_CHUNK_SIZE, KeyContext
 from kvstore.layout import KVLayout
 
+from .ctl_context import context
 from .ctl_serve import serve
 from .output import check_targets, print_table, write_json
 from .plan_show import bytes_text, seconds_text
@@ -66,15 +67,22 @@ _WAIT = click.Option(["wait", "--wait"], default="", metavar="DURATION", help="W
 
 def context_of(path: str) -> KeyContext:
     """The `KeyContext` that a YAML file describes. Raises `ConfigError`, which names the file."""
-    fields = dict(read_yaml(path))
-    layout = fields.pop("layout", None)
+    given = dict(read_yaml(path))
+    layout = given.pop("layout", None)
     if not isinstance(layout, dict):
         raise ConfigError(f"{path}: 'layout' must be a map with num_layers, num_kv_heads and head_dim")
+    for kind, named, where in ((KVLayout, layout, "layout"), (KeyContext, {**given, "layout": layout}, "key context")):
+        known = [field.name for field in fields(kind) if field.init]
+        if unknown := [name for name in named if name not in known]:
+            raise ConfigError(f"{path}: {where} has no field {str(unknown[0])[:80]!r}; its fields: {', '.join(known)}")
+        needed = [field.name for field in fields(kind) if field.init and field.default is MISSING]
+        if missing := [name for name in needed if name not in named]:
+            raise ConfigError(f"{path}: {where} needs {', '.join(missing)}; its fields: {', '.join(known)}")
     try:
-        extra = fields.pop("extra", None) or ()
+        extra = given.pop("extra", None) or ()
         if isinstance(extra, dict):
             extra = tuple(extra.items())
-        return KeyContext(layout=KVLayout(**layout), extra=extra, **fields)  # type: ignore[arg-type]
+        return KeyContext(layout=KVLayout(**layout), extra=extra, **given)  # type: ignore[arg-type]
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"{path} is no key context: {error}") from None
 
@@ -135,7 +143,13 @@ def _command(
     def run(url: str, token_file: str, ca: str, timeout: str, as_json: str, **given: Any) -> int:
         check_targets(as_json)
         with _client(url, token_file, ca, timeout) as client:
-            status, found = work(client, **given)
+            try:
+                status, found = work(client, **given)
+            except TransientError as error:
+                if error.cause is None or error.operation != "control":
+                    raise
+                hint = "is this the --http of a node, or a controller? Say which by --url, or KVSTORE_CTL_URL"
+                raise TransientError(f"{error.message}; {hint}", operation=error.operation) from error
         if as_json:
             write_json(_plain(found), as_json)
         if as_json != "-":
@@ -174,7 +188,8 @@ def _lookup(client: Client, namespace: str, instances: Sequence[str], chunk_size
 
 def _show_lookup(found: Any) -> None:
     if not found.places:
-        print(f"nobody has any of the {found.chunks} chunks")
+        print(f"nobody has any of the {found.chunks} chunks. If you expected some: does the context name the engine's "
+              "revision and shard? `kvstore ctl context URL KEY` reads it from a record")  # fmt: skip
         return
     rows = [
         (place.instance, f"{place.hit_chunks} of {found.chunks}", f"{place.hit_tokens:,}",
@@ -200,8 +215,12 @@ def _route(
 
 
 def _show_route(found: Any) -> None:
-    rows = [(s.instance, f"{s.hit_tokens:,}", f"{s.queued_tokens:,.0f}", f"{s.cost:,.0f}") for s in found.scores]
-    print_table(("instance", "hit tokens", "waiting tokens", "cost"), rows)
+    rows = [
+        (s.instance, f"{s.hit_tokens:,}", f"{s.queued_tokens:,.0f}", f"{s.cost:,.0f}",
+         "" if s.reports else "not reporting here")
+        for s in found.scores
+    ]  # fmt: skip
+    print_table(("instance", "hit tokens", "waiting tokens", "cost", ""), rows, text=(0, 4))
 
 
 def _workers(client: Client) -> tuple[int, Any]:
@@ -280,7 +299,7 @@ def _clear(
     """Remove records: those of a prompt (with --below what hangs on them, too), --model NAME, or --all of the
     namespace.
 
-    --all and --model want --yes. Exit status 1: an instance failed.
+    --all and --model want --yes. Exit status 1: an instance failed, or (--wait) no record names the model.
     """
     prompt = _selected(keys, tokens, context, context_name, chunk_size) if keys or tokens else {}
     if everything + bool(model) + bool(prompt) != 1:
@@ -293,7 +312,12 @@ def _clear(
         namespace=namespace, everything=everything, model=model or None, below=below, instances=instances or None,
         **prompt,
     )  # fmt: skip
-    return _started(client, started, wait)
+    status, found = _started(client, started, wait)
+    if model and isinstance(found, Finished) and found.ok and not any(job.done for job in found.jobs.values()):
+        print(f"no record names the model {_printable(model)!r}; records of LMCache, of SGLang and of put_many name "
+              "none", file=sys.stderr)  # fmt: skip
+        return 1, found
+    return status, found
 
 
 def _move(
@@ -308,7 +332,7 @@ def _move(
         src=src, dst=dst or to_instance, to_instance=bool(to_instance), src_instance=src_instance or None,
         namespace=namespace, **prompt,
     )  # fmt: skip
-    return _started(client, started, wait)
+    return _on_prompt(client, started, wait, prompt)
 
 
 def _compress(
@@ -318,7 +342,7 @@ def _compress(
     """Encode stored records anew, with a codec that loses nothing. Exit status 1: an instance failed."""
     prompt = _selected(chunk_size=chunk_size, **given)
     started = client.compress(codec, level, **prompt, namespace=namespace, instances=instances or None)
-    return _started(client, started, wait)
+    return _on_prompt(client, started, wait, prompt)
 
 
 def _decompress(
@@ -327,7 +351,7 @@ def _decompress(
     """Store records raw again. Exit status 1: an instance failed."""
     prompt = _selected(chunk_size=chunk_size, **given)
     started = client.decompress(**prompt, namespace=namespace, instances=instances or None)
-    return _started(client, started, wait)
+    return _on_prompt(client, started, wait, prompt)
 
 
 def _check_finish(client: Client, event: str, wait: str) -> tuple[int, Any]:
@@ -342,6 +366,15 @@ def _started(client: Client, started: Started, wait: str) -> tuple[int, Any]:
     _failed(started.failures)
     found = client.wait(started, timeout=_duration(wait, "wait"))
     return int(bool(started.failures) or not found.ok), found
+
+
+def _on_prompt(client: Client, started: Started, wait: str, prompt: Mapping[str, Any]) -> tuple[int, Any]:
+    """As `_started`, for what is done to a prompt's records: it is a failure if there are none."""
+    if started.event or started.failures:
+        return _started(client, started, wait)
+    chunks = len(prompt["keys"]) if "keys" in prompt else len(prompt["tokens"]) // prompt["chunk_size"]
+    print(f"nobody has any of the {chunks} chunks", file=sys.stderr)
+    return 1, started
 
 
 def _show_started(found: Started | Finished) -> None:
@@ -407,4 +440,18 @@ def _commands() -> Mapping[str, click.Command]:
     return {command.name or "": command for command in made}
 
 
-ctl = click.Group("ctl", commands={**_commands(), "serve": serve}, help="Look at and control nodes; run a controller.")
+class _Group(click.Group):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            if not any(name in option.opts for option in _CONNECTION):
+                raise
+            raise click.UsageError(f"{name} stands behind the subcommand: kvstore ctl health {name} …") from None
+
+
+ctl = _Group(
+    "ctl", commands={**_commands(), "context": context, "serve": serve},
+    help="Look at and control nodes; run a controller.",
+)  # fmt: skip

@@ -142,20 +142,27 @@ def _serve(config: str, as_json: bool, namespaces: Sequence[str], tier_worth: Se
         config_file=config or os.environ.get(f"{_PREFIX}CONFIG", ""), env=os.environ,
     )  # fmt: skip
     admin = _token_of(options["admin_token_file"]) if options["admin_token_file"] else b""
-    settings = ControlSettings(
-        listen=options["http"],
-        admin_token=admin,
-        report_token=_token_of(options["report_token_file"]) if options["report_token_file"] else b"",
-        # With an admin token and no namespaces, all is the admin's.
-        tokens=_tokens(maps["namespaces"]) or ({} if admin else {"": b""}),
-        tls_cert=options["tls_cert"],
-        tls_key=options["tls_key"],
-        tls_client_ca=options["tls_client_ca"],
-        insecure=options["insecure"],
-        open_metrics=options["open_metrics"],
-        contexts={name: context_of(str(path)) for name, path in maps["contexts"].items()},
-        connections=options["connections"],
-    )
+    try:
+        settings = ControlSettings(
+            listen=options["http"],
+            admin_token=admin,
+            report_token=_token_of(options["report_token_file"]) if options["report_token_file"] else b"",
+            # With an admin token and no namespaces, all is the admin's.
+            tokens=_tokens(maps["namespaces"]) or ({} if admin else {"": b""}),
+            tls_cert=options["tls_cert"],
+            tls_key=options["tls_key"],
+            tls_client_ca=options["tls_client_ca"],
+            insecure=options["insecure"],
+            open_metrics=options["open_metrics"],
+            contexts={name: context_of(str(path)) for name, path in maps["contexts"].items()},
+            connections=options["connections"],
+        )
+    except ConfigError as error:
+        # It speaks as to a node; these are our flags.
+        text = error.message.replace("http_admin_token_file", "--admin-token-file")
+        raise ConfigError(
+            text.replace("(token_file)", "--namespace NAME=FILE").replace("say insecure", "say --insecure")
+        ) from None
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     metrics = Metrics()
     controller = Controller(

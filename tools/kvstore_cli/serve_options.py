@@ -28,7 +28,7 @@ from kvstore.config import read_yaml
 from kvstore.errors import ConfigError
 from kvstore.eviction import POLICIES
 from kvstore.options import Option, unknown_option
-from kvstore.registry import Given
+from kvstore.registry import Given, backend_class, parse_url
 from kvstore_backends.node_server import Namespace
 
 __all__ = ["NAMESPACE_OPTIONS", "SERVER_OPTIONS", "Settings", "load_settings"]
@@ -38,6 +38,7 @@ _TOKEN = "TOKEN"
 _SECRETS = ("http_admin_token", "controller_token")  # also as files: options of these names and `_file`
 _CONFIG = "CONFIG"
 _NAMESPACES, _CONTEXTS = "namespaces", "contexts"
+_PLACES = ("disk", "remote")  # options that are URLs
 _MOST_TOKEN_BYTES = 4096
 # Kubernetes sets these in every pod of a namespace that has a service called "kvstore-serve" or "kvstore-serve-…".
 _SERVICE_VARIABLES = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_.*)?)")
@@ -169,7 +170,7 @@ class _Layers:
             raise ConfigError(
                 f"{unknown_option(name, [*_BY_NAME, _NAMESPACES, _CONTEXTS], where='serve')} ({given.source})"
             )
-        self.node[name] = given.parse(_BY_NAME[name])
+        self.node[name] = _value(_BY_NAME[name], given)
 
     def add_to_space(self, space: str, name: str, given: Given) -> None:
         options = self.open_space(space, given.source)
@@ -177,7 +178,7 @@ class _Layers:
             raise ConfigError(
                 f"{unknown_option(name, _OF_NAMESPACE, where=f'namespace {space[:80]!r}')} ({given.source})"
             )
-        options[name] = given.parse(_OF_NAMESPACE[name])
+        options[name] = _value(_OF_NAMESPACE[name], given)
 
     def open_space(self, space: str, source: str) -> dict[str, Any]:
         if not space:
@@ -277,6 +278,17 @@ class _Layers:
 
     def _secret(self, name: str, path: str) -> bytes:
         return _token(f"option '{name}_file'", path, self.secrets.get(name))
+
+
+def _value(option: Option, given: Given) -> Any:
+    """The typed value; of a place below the memory it must be a URL of a scheme that can be opened here."""
+    value = given.parse(option)
+    if value and option.name in _PLACES:
+        try:
+            backend_class(parse_url(value).scheme)
+        except ConfigError as error:
+            raise ConfigError(f"option {option.name!r}: {error.message} ({given.source})", cause=error) from error
+    return value
 
 
 def _variable(namespace: str) -> str:

@@ -101,6 +101,8 @@ def listen(path: str, *, uids: Collection[int] = (), backlog: int = 128) -> sock
     first = f"{path}.{os.urandom(2).hex()}"
     if len(os.fsencode(first)) > _PATH_BYTES:
         raise TransportUnavailable(f"the path of a Unix socket has at most {_PATH_BYTES - 5} bytes: {path}")
+    if not os.path.isdir(folder := os.path.dirname(path) or "."):
+        raise TransportUnavailable(f"cannot listen at {path}: there is no folder {folder}; make it first")
     if _listened(path):
         raise TransportUnavailable(f"another process listens at {path}")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -113,7 +115,7 @@ def listen(path: str, *, uids: Collection[int] = (), backlog: int = 128) -> sock
         sock.close()
         with contextlib.suppress(OSError):
             os.unlink(first)
-        raise TransportUnavailable(f"cannot listen at {path}: {error}") from error
+        raise TransportUnavailable(f"cannot listen at {path}: {error.strerror or error}") from error
     return sock
 
 
@@ -134,7 +136,7 @@ def _listened(path: str) -> bool:
     except BlockingIOError:  # its backlog is full
         return True
     except OSError as error:
-        raise TransportUnavailable(f"cannot listen at {path}: {error}") from error
+        raise TransportUnavailable(f"cannot listen at {path}: {error.strerror or error}") from error
     return True
 
 

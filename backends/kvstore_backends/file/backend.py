@@ -59,7 +59,7 @@ class FileBackend(Backend):
         fsync: "off": the operating system writes when it likes (a record that a power failure cut is found by its
             checksum, and is a miss); "data": the bytes are on the device before put says OK; "full": the name too.
         direct: "off", "on" or "auto" (from 1 MiB): go past the page cache where memory and offset are aligned to 4 KiB.
-        lanes: useful number of concurrent writes; `limits.lanes` is one more, for a read beside them.
+        lanes: useful number of concurrent calls.
         quarantine: bytes of corrupt records kept aside for inspection; 0 deletes them.
         name: for errors and metrics; default "file:" and the folder.
         calls: system calls, for tests.
@@ -153,11 +153,9 @@ class FileBackend(Backend):
             Capability.RANGED_READ | Capability.LIST | Capability.SHARED | Capability.DURABLE | Capability.LANDING
             | (Capability.CAPACITY if nbytes is not None else Capability.NONE)
         )  # fmt: skip
-        # A store keeps its last lane free of writes. One more than was asked for, so that all of those may write: with
-        # three writers four large records take as long as six (three side by side, and then one alone).
         self.limits = Limits(
             max_value_bytes=Limits().max_value_bytes if nbytes is None else nbytes,
-            alignment=4096, lanes=lanes + 1, preferred_io_bytes=16 << 20,
+            alignment=4096, lanes=lanes, preferred_io_bytes=16 << 20,
         )  # fmt: skip
         _instances.add(self)
 
