@@ -149,7 +149,7 @@ def test_figures_are_those_of_the_rows_and_have_their_bars() -> None:
     }
     assert figures["blend.answer_nll.reuse"].bar is None
     assert figures["blend.exact_match.blend"].value == 0.5
-    short = blend.figures_of(quality(tokens=[700, 950]), [link()], 0.0)
+    short = blend.figures_of(quality(tokens=[700, 850]), [link()], 0.0)
     assert "blend.prefill_cpu.0.15" not in short, "the bar is for 900 tokens and more"
     wrong = blend.figures_of(quality(r0_unequal=1), [link()], 0.0)
     assert wrong["blend.r0_unequal"].met is False

@@ -171,6 +171,8 @@ def figures_of(quality: Quality, links: Sequence[LinkRow], steps: float) -> dict
     def row(name: str, form: str, ratio: float = 0.15) -> SchemeRow:
         return quality.row(name, form, ratio)
 
+    from .blend_quality import LONG
+
     full = quality.rows[0]
     reuse, shared_reuse = row("full reuse", "alone", 0.0), row("full reuse", _FORM, 0.0)
     alone, shared = row("deviation", "alone"), row("deviation", _FORM)
@@ -180,7 +182,7 @@ def figures_of(quality: Quality, links: Sequence[LinkRow], steps: float) -> dict
         f"blend.random_vs_deviation.{_R}": value(row("random", "alone").kl / alone.kl, "higher", 1.5),
         f"blend.prefill_compute.{_R}": value(max(alone.token_layers, shared.token_layers), bar=0.25),
     }
-    if min(quality.tokens) >= 900:
+    if max(quality.tokens) >= LONG:
         figures[f"blend.prefill_cpu.{_R}"] = value(max(alone.cpu_ratio, shared.cpu_ratio), bar=0.35)
     figures |= {
         "blend.r1_logits": value(quality.r1_logits, bar=1e-4, unit="logits"),

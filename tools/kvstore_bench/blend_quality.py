@@ -62,6 +62,10 @@ CURVE = tuple(
 )
 
 
+LONG = 900
+"""Tokens from which on CPU time is held against a bar; shorter prompts count only where none is as long."""
+
+
 @dataclass
 class _Score:
     """One prompt, one scheme."""
@@ -72,6 +76,7 @@ class _Score:
     exact: bool
     token_layers: float = 1.0
     cpu_ratio: float = 1.0
+    tokens: int = 0
 
 
 @dataclass
@@ -144,7 +149,7 @@ def measure_quality(
                 found.r0_unequal += not _is_reuse(world, scheme.form, asked, cache)
             logits = world.question_logits(cache, asked)
             score = _score(logits, truth, asked)
-            score.token_layers, score.cpu_ratio = report.token_layers, cpu / full_cpu
+            score.token_layers, score.cpu_ratio, score.tokens = report.token_layers, cpu / full_cpu, asked.tokens
             scores[scheme].append(score)
             found.wrong += not math.isfinite(score.kl)
             if scheme.ratio == 1:
@@ -184,7 +189,7 @@ def _row(scheme: Scheme, scores: Sequence[_Score], base: Sequence[float] | None)
         kl_vs_reuse=None if base is None else kl / statistics.fmean(base),
         nll=nll, nll_se=nll_se, exact=statistics.fmean(each.exact for each in scores),
         token_layers=statistics.fmean(each.token_layers for each in scores),
-        cpu_ratio=statistics.median(each.cpu_ratio for each in scores),
+        cpu_ratio=statistics.median([s.cpu_ratio for s in scores if s.tokens >= LONG] or [s.cpu_ratio for s in scores]),
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ of memcpy (0.13 against 0.075 s/GB), and twice the time where two cores copy.
 
 from __future__ import annotations
 
-import fcntl
 import contextlib
+import fcntl
 import mmap
 import os
 import threading
