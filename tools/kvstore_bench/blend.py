@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,9 @@ from kvstore.errors import ConfigError
 from kvstore.options import parse_duration
 
 from .blend_report import BlendBenchReport, LinkRow, SchemeRow
+from .models import model_folder
 from .outputs import prepare_outputs, write_outputs
-from .progress import progress_bar
+from .progress import Steps, progress_bar
 from .report import Figure
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run_blend(folder: Path, plan: Plan, *, progress: Progress | None = None, com
     report = BlendBenchReport("blend", version=__version__, command=command, machine=machine_facts())
     report.started = datetime.now().astimezone().isoformat(timespec="seconds")
     begun = time.monotonic()
-    told = _Steps(progress, 2 + plan.prompts + 2 * len(plan.shares))
+    told = Steps(progress, 2 + plan.prompts + 2 * len(plan.shares))
     schemes = [
         scheme
         for scheme in SCHEMES + CURVE
@@ -208,18 +208,6 @@ def _do_not_judge(report: BlendBenchReport, prompts: int) -> None:
     report.notes.append(f"{prompts} prompts: KL is judged from {JUDGED} on")
 
 
-class _Steps:
-    """Counts what is done for the bar."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def __call__(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what, min(self.done, self.total), self.total)
-        self.done += 1
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvstore-bench blend`."""
     parser.add_argument(
@@ -251,21 +239,8 @@ def run(args: argparse.Namespace) -> int:
     if plan.prompts < 1 or plan.repeats < 1:
         raise ConfigError("--prompts and --repeats must be at least 1")
     with progress_bar() as progress:
-        report = run_blend(_folder(args.model), plan, progress=progress, command=_command(args))
+        report = run_blend(model_folder(args.model), plan, progress=progress, command=_command(args))
     return write_outputs(report, args)
-
-
-def _folder(given: str | None) -> Path:
-    if given is not None:
-        if not (Path(given) / "config.json").exists():
-            raise ConfigError(f"--model {given!r}: there is no config.json")
-        return Path(given)
-    try:
-        from kvstore.testing.models import smollm2_folder
-
-        return smollm2_folder()
-    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"the model cannot be made ({error}); install kvstore[demo], or give --model") from error
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -26,8 +26,9 @@ from kvstore.errors import ConfigError
 
 from .codec_report import CodecReport
 from .machine import machine_facts
+from .models import model_folder
 from .outputs import prepare_outputs, write_outputs
-from .progress import Progress, progress_bar, telling
+from .progress import Progress, Steps, progress_bar, telling
 from .texts import JUDGED_WINDOW, JUDGED_WINDOWS, PROFILE_LISTS, PROFILE_TOKENS
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def run_codec(
     started, began = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
     report = CodecReport("codec", version=__version__, command=command, machine=machine_facts(), started=started)
     main = corpora[0]
-    told = _Steps(progress, _steps(plan, corpora))
+    told = Steps(progress, _steps(plan, corpora))
     told("profiles")
     judged = plan.context_tokens + plan.continuation + 1
     made = schemes([ids[: plan.profile_tokens] for ids in main.profile])
@@ -174,18 +175,6 @@ def _to_time(name: str, made: Sequence[Scheme], best: QualityRow | None) -> list
             if each.variant is None or str(each.variant) == best.level]  # fmt: skip
 
 
-class _Steps:
-    """Counts what is done for the bar."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def __call__(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what, min(self.done, self.total), self.total)
-        self.done += 1
-
-
 def _steps(plan: Plan, corpora: Sequence[Corpus]) -> int:
     contexts = plan.contexts + plan.code_contexts * (len(corpora) - 1) + plan.group_contexts
     return 1 + contexts * (2 + len(CODECS)) + plan.repeats
@@ -225,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
     from .quality import Judge
 
     profiles = load_profiles(args.profile)
-    folder = _model_folder(args.model)
+    folder = model_folder(args.model)
     judge = Judge(folder)
     tokenizer = _tokenizer(folder)
     corpora = _corpora(args, plan, tokenizer)
@@ -276,14 +265,6 @@ def _names(text: str) -> list[str]:
     if "int8" not in names:  # what sizes are compared with
         names.insert(0, "int8")
     return names
-
-
-def _model_folder(given: str | None) -> Path:
-    if given is not None:
-        return Path(given)
-    from kvstore.testing.models import smollm2_folder
-
-    return smollm2_folder()
 
 
 def _tokenizer(folder: Path) -> Any:

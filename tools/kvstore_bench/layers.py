@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from kvstore.errors import ConfigError
 from kvstore.options import parse_duration, parse_size
 
 from .layers_report import LayerRow, LayersReport
+from .models import model_folder
 from .outputs import prepare_outputs, write_outputs
 from .progress import progress_bar
 from .report import Figure
@@ -394,7 +394,7 @@ def run(args: argparse.Namespace) -> int:
     latency_s = parse_duration(args.latency, name="--latency")
     if args.lanes < 1:
         raise ConfigError(f"--lanes {args.lanes}: there must be at least one")
-    folder = _folder(args.model)
+    folder = model_folder(args.model)
     default_history, default_new, default_repeats = (512, 64, 3) if args.quick else (1024, 128, 7)
     with progress_bar() as progress:
         report = run_layers(
@@ -410,19 +410,6 @@ def run(args: argparse.Namespace) -> int:
             command=_command(args),
         )
     return write_outputs(report, args)
-
-
-def _folder(given: str | None) -> Path:
-    if given is not None:
-        if not (Path(given) / "config.json").exists():
-            raise ConfigError(f"--model {given!r}: there is no config.json")
-        return Path(given)
-    try:
-        from kvstore.testing.models import smollm2_folder
-
-        return smollm2_folder()
-    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"the model cannot be made ({error}); install kvstore[demo], or give --model") from error
 
 
 def _command(args: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-__all__ = ["Progress", "progress_bar", "telling"]
+__all__ = ["Progress", "Steps", "progress_bar", "telling"]
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured now, how many rows are done, and how many there are."""
@@ -48,3 +48,15 @@ def telling(progress: Progress | None, what: str, done: int = 0, total: int = 1)
             print(f"kvstore-bench: {what}: {now}", file=sys.stderr, flush=True)
 
     return tell
+
+
+class Steps:
+    """Counts what is done for the bar, `total` steps in all. Called when a step begins, with what it is."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, min(self.done, self.total), self.total)
+        self.done += 1

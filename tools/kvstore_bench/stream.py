@@ -15,7 +15,6 @@ import importlib.util
 import math
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from kvstore.stream import Policy, PrefillModel
 from kvstore.stream.course import Course
 from kvstore.stream.estimates import LinkShare
 
+from .models import model_folder
 from .outputs import prepare_outputs, write_outputs
 from .progress import progress_bar
 from .report import Figure
@@ -408,21 +408,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--requests, --slo and --text must be above 0")
     with progress_bar() as progress:
         report = run_stream(
-            _folder(args.model), setting, trace=args.trace, profiles=args.profile, progress=progress,
+            model_folder(args.model), setting, trace=args.trace, profiles=args.profile, progress=progress,
             command=_command(args),
         )  # fmt: skip
     return write_outputs(report, args)
-
-
-def _folder(given: str | None) -> Path:
-    if given is not None:
-        return Path(given)
-    try:
-        from kvstore.testing.models import smollm2_folder
-
-        return smollm2_folder()
-    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"the model cannot be made ({error}); install kvstore[demo], or give --model") from error
 
 
 def _command(args: argparse.Namespace) -> str:
