@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -228,6 +229,14 @@ def test_what_makes_no_sense_is_said_in_one_sentence(
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_sigterm_ends_the_controller_whichever_thread_the_kernel_gives_it_to() -> None:
+    with _started("ctl", "serve", "--http", "127.0.0.1:0") as controller:
+        process = controller.process
+        others = {int(thread) for thread in os.listdir(f"/proc/{process.pid}/task")} - {process.pid}
+        assert ctypes.CDLL(None).tgkill(process.pid, max(others), signal.SIGTERM) == 0
+        assert process.wait(30) == 0
 
 
 def test_options_of_the_controller_come_from_file_environment_and_flags(tmp_path: Path) -> None:

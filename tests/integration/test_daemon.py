@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
+import os
 import random
 import signal
 import socket
@@ -278,6 +280,15 @@ def test_at_sigterm_it_says_so_lets_requests_end_and_brings_down_what_it_owes(
     channel.close()
     with kvstore.open_store(f"file://{tmp_path}/remote") as store:
         assert sum(1 for _ in store_keys(store)) == 2
+
+
+def test_sigterm_ends_it_whichever_thread_the_kernel_gives_it_to(daemons: list[Daemon], tmp_path: Path) -> None:
+    """One that is just starting another thread takes it from the main thread, which has not run yet."""
+    daemons.append(Daemon("--unix", str(tmp_path / "node.sock"), "--memory", "8MiB"))
+    process = daemons[0].process
+    others = {int(thread) for thread in os.listdir(f"/proc/{process.pid}/task")} - {process.pid}
+    assert ctypes.CDLL(None).tgkill(process.pid, max(others), signal.SIGTERM) == 0
+    assert process.wait(30) == 0
 
 
 def test_tokens_of_the_http_side(daemons: list[Daemon], tmp_path: Path) -> None:

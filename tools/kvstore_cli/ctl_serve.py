@@ -170,10 +170,9 @@ def _serve(config: str, as_json: bool, namespaces: Sequence[str], tier_worth: Se
         capacity=options["capacity"], lost_s=options["lost_timeout"], forget_s=options["forget_timeout"],
         ca=options["node_ca"], metrics=metrics,
     )  # fmt: skip
-    stop = _stop_on_signals()
     page = routes(None, metrics, History(metrics), service=controller)
     app = build_controller_app(controller, settings=settings, metrics=metrics, page=page)
-    with HttpServer(app, settings) as server:
+    with _stop_on_signals() as stop, HttpServer(app, settings) as server:
         gc.freeze()
         line = json.dumps({"url": server.url, "pid": os.getpid()}) if as_json else f"listening on {server.url}"
         try:

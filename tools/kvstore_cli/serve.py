@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -100,9 +100,8 @@ def _serve(config: str, as_json: bool, **_: object) -> int:
     server = settings.server
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     configure_logs(server["log_format"], level=server["log_level"])
-    stop = _stop_on_signals()
     before = threading.enumerate()
-    with contextlib.ExitStack() as undo:
+    with _stop_on_signals() as stop, contextlib.ExitStack() as undo:
         web: Web | None = None
         if server["http"]:
             from .serve_http import Web, control_settings
@@ -187,19 +186,45 @@ def _uids(users: str, path: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _stop_on_signals() -> threading.Event:
-    """Set by the first SIGTERM or SIGINT; a second one, of either kind, ends the process at once."""
-    stop = threading.Event()
+class _Stop:
+    """Whether a signal has asked for the end."""
+
+    def __init__(self, woken: int) -> None:
+        self._woken = woken
+        self.asked = False
+
+    def wait(self) -> None:
+        """Until one has. In the main thread."""
+        while not self.asked:
+            os.read(self._woken, 64)
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[_Stop]:
+    """The first SIGTERM or SIGINT asks for the end; a second one, of either kind, ends the process at once.
+
+    A thread that has just started another one may take a signal from the main thread before that runs again. Python's
+    handler then waits for the main thread, which hears nothing of it in a lock: it has to wait for the descriptor to
+    which Python writes at each signal, whichever thread has it."""
     asked = (signal.SIGTERM, signal.SIGINT)
+    woken, wake = os.pipe()
+    stop = _Stop(woken)
 
     def ask(number: int, _: object) -> None:
         for each in asked:
             signal.signal(each, signal.SIG_DFL)
-        stop.set()
+        stop.asked = True
 
-    for number in asked:
-        signal.signal(number, ask)
-    return stop
+    os.set_blocking(wake, False)
+    before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    try:
+        for number in asked:
+            signal.signal(number, ask)
+        yield stop
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(wake)
+        os.close(woken)
 
 
 def _announce(node: NodeServer, settings: Settings, http: str, *, as_json: bool) -> None:
