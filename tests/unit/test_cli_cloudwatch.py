@@ -7,6 +7,7 @@ import datetime as dt
 import io
 import json
 import math
+import signal
 import socketserver
 import threading
 import time
@@ -590,6 +591,7 @@ def test_a_dry_run_shows_and_sends_nothing(place: Place, capsys: pytest.CaptureF
             time.sleep(0.005)
         place.text = VLLM.format(**{**NONE, "external_queries": 4, "external_hits": 1})
 
+    usual = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     thread = threading.Thread(target=grow)
     thread.start()
     with mock_aws():  # whatever is sent would be seen
@@ -601,6 +603,7 @@ def test_a_dry_run_shows_and_sends_nothing(place: Place, capsys: pytest.CaptureF
     assert "CacheHitRate" in out
     assert "vllm:external_prefix_cache" in out
     assert err == "kvstore: measuring for 1 s\n"
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == usual
 
 
 @pytest.mark.parametrize("more", [[], ["--emf"]])

@@ -10,13 +10,14 @@ docs/metrics.md says what each metric is computed from.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,14 @@ def publish(
         sink = PutSink(aws_client("cloudwatch", region))
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     publisher = Publisher(endpoints, sink, gpu=gpu)
-    stop = _stop_on_signals()
-    if not once:
-        publisher.run(seconds, stop)
-        return 1 if publisher.waiting else 0
-    publisher.step()
-    print(f"kvstore: measuring for {seconds:g} s", file=sys.stderr, flush=True)
-    stop.wait(seconds)
-    data = publisher.step()
+    with _stop_on_signals() as stop:
+        if not once:
+            publisher.run(seconds, stop)
+            return 1 if publisher.waiting else 0
+        publisher.step()
+        print(f"kvstore: measuring for {seconds:g} s", file=sys.stderr, flush=True)
+        stop.wait(seconds)
+        data = publisher.step()
     if not data and publisher.answering:  # otherwise the log says who does not answer
         print("kvstore: nothing was asked for in this interval", file=sys.stderr)
     if as_json:
@@ -133,17 +134,23 @@ def _read_token(path: str) -> str:
     return text
 
 
-def _stop_on_signals() -> threading.Event:
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """Set by the first SIGTERM or SIGINT; a second one has its usual effect. The handlers of before come back."""
     stop = threading.Event()
 
     def ask(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
         stop.set()
 
+    usual = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, ask)
-    return stop
+        usual = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 # queries

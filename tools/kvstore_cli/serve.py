@@ -217,11 +217,12 @@ def _stop_on_signals() -> Iterator[_Stop]:
 
     os.set_blocking(wake, False)
     before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    usual = {number: signal.signal(number, ask) for number in asked}
     try:
-        for number in asked:
-            signal.signal(number, ask)
         yield stop
     finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(before)
         os.close(wake)
         os.close(woken)
