@@ -47,6 +47,7 @@ __all__ = [
     "chunk_hashes",
     "chunk_keys",
     "content_key",
+    "keys_of",
     "opaque_key",
 ]
 
@@ -389,6 +390,11 @@ def chunk_keys(
     See `chunk_hashes` for the arguments and errors. Cost: about 10 ns per token, most of it SHA-256.
     """
     hashes = chunk_hashes(token_ids, chunk_size=chunk_size, save_unfull_chunk=save_unfull_chunk, multimodal=multimodal)
+    return keys_of(hashes, context=context)
+
+
+def keys_of(hashes: Sequence[bytes], *, context: KeyContext) -> list[Key]:
+    """What `chunk_keys` makes of chunks whose hashes are known, of `chunk_hashes`: one hash for several contexts."""
     sha256, digest, new = hashlib.sha256, context.digest, bytes.__new__  # `Key.__new__` would check what is known
     return [new(Key, sha256(digest + chunk_hash).digest()) for chunk_hash in hashes]
 

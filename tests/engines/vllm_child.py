@@ -19,8 +19,9 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from kvstore.integrations.vllm._keys import hashed, keys_of
+from kvstore.integrations.vllm._keys import hashed
 from kvstore.integrations.vllm._messages import Isolation
+from kvstore.keys import keys_of
 
 BLOCKS = 64
 
@@ -77,7 +78,7 @@ class Engine:
 
     def keys(self, prompt: list[int]) -> list[Any]:
         hashes = hashed(prompt, chunk_size=self.side.chunk_size, unfull=False)
-        return keys_of(self.side._contexts[0](Isolation()), hashes)
+        return keys_of(hashes, context=self.side._contexts[0](Isolation()))
 
     def files(self, folder: str, prompt: list[int]) -> list[Path]:
         """Where the file backend has the chunks of a prompt."""

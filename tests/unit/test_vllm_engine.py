@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from kvstore.completion import Completion
 from kvstore.errors import TransientError
-from kvstore.integrations.vllm._keys import hashed, keys_of, shards_of
+from kvstore.integrations.vllm._keys import hashed, shards_of
 from kvstore.integrations.vllm._messages import Isolation
 from kvstore.integrations.vllm._paging import Pages
 from kvstore.integrations.vllm._worker import WorkerSide
+from kvstore.keys import keys_of
 from kvstore.layout import KVLayout
 from kvstore.store import Store
 from kvstore.testing import DictBackend, Fault, FaultyBackend
@@ -45,7 +46,7 @@ def engine_on(store: Store, **options: Any) -> Iterator[Engine]:
 
 def keys(store: Store, tokens: list[int], salt: str | None = None) -> list[Any]:
     context = context_of(store)(Isolation(salt))
-    return keys_of(context, hashed(tokens, chunk_size=8, unfull=store.config.save_unfull_chunk))
+    return keys_of(hashed(tokens, chunk_size=8, unfull=store.config.save_unfull_chunk), context=context)
 
 
 def stored(store: Store, tokens: list[int], salt: str | None = None) -> int:
@@ -373,7 +374,10 @@ def test_a_prefix_counts_as_far_as_all_ranks_have_it(lost: tuple[int, int] | Non
             worker.finish()
             engine.worker = worker
             engine.drain()
-        names = [keys_of(context(Isolation()), hashed(TOKENS[:32], chunk_size=8, unfull=False)) for context in contexts]
+        names = [
+            keys_of(hashed(TOKENS[:32], chunk_size=8, unfull=False), context=context(Isolation()))
+            for context in contexts
+        ]
         assert len({*names[0], *names[1]}) == 8
         if lost is not None:
             inner.delete([names[lost[0]][lost[1]]], deadline=float("inf"))

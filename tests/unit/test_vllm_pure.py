@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from kvstore.integrations._weights import adapter_identity, folder_fingerprint, model_name, model_revision
-from kvstore.integrations.vllm._keys import chunk_refs, hashed, keys_of, multimodal_items, shards_of
+from kvstore.integrations.vllm._keys import chunk_refs, hashed, multimodal_items, shards_of
 from kvstore.integrations.vllm._messages import ChunkRef, Isolation, Load, Step
 from kvstore.integrations.vllm._paging import Pages, blocks_covering, segment_tensors, slots, token_runs
 from kvstore.integrations.vllm._settings import Settings, SharedStore
-from kvstore.keys import KeyContext, chunk_keys
+from kvstore.keys import KeyContext, chunk_keys, keys_of
 from kvstore.layout import KVLayout
 
 TOKENS = list(range(100, 150))
@@ -33,7 +33,9 @@ TOKENS = list(range(100, 150))
 def test_names_are_those_of_every_other_integration(tokens: list[int], unfull: bool) -> None:
     context = KeyContext("m", KVLayout(2, 1, 4), "float32", revision="r", cache_salt="s")
     hashes = hashed(tokens, chunk_size=8, unfull=unfull)
-    assert keys_of(context, hashes) == chunk_keys(tokens, context=context, chunk_size=8, save_unfull_chunk=unfull)
+    assert keys_of(hashes, context=context) == chunk_keys(
+        tokens, context=context, chunk_size=8, save_unfull_chunk=unfull
+    )
     refs = chunk_refs(hashes, len(tokens), 8)
     assert [ref.hash for ref in refs] == hashes
     assert [ref.begin for ref in refs] == list(range(0, 8 * len(refs), 8))

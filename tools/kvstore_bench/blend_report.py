@@ -154,11 +154,7 @@ class BlendBenchReport(Report):
 
     def bar_text(self, name: str, figure: Figure) -> str:
         """ "bar ≤ 0.5: met", or ""."""
-        if name in self.unjudged:
-            return "too few prompts to judge"
-        if figure.bar is None:
-            return ""
-        return f"bar {'≥' if figure.better == 'higher' else '≤'} {figure.bar:g}: {self.verdict(figure)}"
+        return "too few prompts to judge" if name in self.unjudged else super().bar_text(name, figure)
 
     def print_table(self, out: TextIO) -> None:
         """The tables, plain on every kind of output: they are as wide as a page."""
@@ -170,15 +166,7 @@ class BlendBenchReport(Report):
             out.write("\n" + plain_table(LINK_HEADINGS, [link_cells(row) for row in self.links], text=()))
             out.write("formula: max(load, recompute) per layer, summed; TTFT/formula: after one layer is taken off\n")
         out.write("\n")
-        for name, figure in self.figures.items():
-            unit = "" if figure.unit == "ratio" else f" {figure.unit}"
-            said = self.bar_text(name, figure)
-            out.write(f"{name} = {figure.value:.4g}{unit}{f'  ({said})' if said else ''}\n")
-        if self.bars_missed:
-            out.write(f"{self.bars_missed}\n")
-        for note in self.notes:
-            out.write(f"note: {note}\n")
-        out.flush()
+        self.write_figures(out)
 
     def _page(self) -> str:
         from .blend_page import page

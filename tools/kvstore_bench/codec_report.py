@@ -157,11 +157,13 @@ class CodecReport(Report):
         return f"bars not met: {', '.join(missed)}; the exit status does not depend on it" if missed else ""
 
     def bar_text(self, name: str, figure: Figure) -> str:
-        """ "bar ≥ 3.5: met". Only of speeds a noisy machine is an excuse."""
-        sign = "≥" if figure.better == "higher" else "≤"
+        """ "bar ≥ 3.5: met", or "". Only of speeds a noisy machine is an excuse."""
+        if name in self.unjudged:
+            return "too few contexts to judge"
         timed = "msym_s" in name or "vs_prefill" in name or "speed_vs" in name
-        verdict = self.verdict(figure) if timed or figure.met else "NOT met"
-        return f"bar {sign} {figure.bar:g}: {verdict}"
+        if figure.bar is None or timed or figure.met:
+            return super().bar_text(name, figure)
+        return f"bar {'≥' if figure.better == 'higher' else '≤'} {figure.bar:g}: NOT met"
 
     def print_table(self, out: TextIO) -> None:
         """The tables, plain on every kind of output: they are as wide as a page."""
@@ -173,19 +175,7 @@ class CodecReport(Report):
             cells = [speed_cells(row, self.memcpy(row)) for row in self.speeds]
             out.write("\n" + plain_table(SPEED_HEADINGS, cells, text=(0, 1)))
         out.write("\n")
-        for name, figure in self.figures.items():
-            unit = "" if figure.unit == "ratio" else f" {figure.unit}"
-            bar = f"  ({self.bar_text(name, figure)})" if figure.bar is not None else ""
-            if name in self.unjudged:
-                bar = "  (too few contexts to judge)"
-            out.write(f"{name} = {figure.value:.4g}{unit}{bar}\n")
-        if self.caution:
-            out.write(f"caution: {self.caution}\n")
-        if self.bars_missed:
-            out.write(f"{self.bars_missed}\n")
-        for note in self.notes:
-            out.write(f"note: {note}\n")
-        out.flush()
+        self.write_figures(out)
 
     def _page(self) -> str:
         from .codec_page import page

@@ -123,6 +123,12 @@ class Report:
             return ""
         return "met" if figure.met else "not met in this noisy run" if self.caution else "NOT met"
 
+    def bar_text(self, name: str, figure: Figure) -> str:  # reports that judge by name have it
+        """ "bar ≥ 0.8: met"; "" without a bar."""
+        if figure.bar is None:
+            return ""
+        return f"bar {'≥' if figure.better == 'higher' else '≤'} {figure.bar:g}: {self.verdict(figure)}"
+
     @property
     def bars_missed(self) -> str:
         """A sentence if bars are not met, which the exit status says nothing about; else ""."""
@@ -195,11 +201,22 @@ class Report:
             out.write(plain_table(HEADINGS, [cells(row) for row in self.rows]))
         for name, figure in self.figures.items():
             if figure.bar is not None:
-                sign = "≥" if figure.better == "higher" else "≤"
                 unit = "" if figure.unit == "ratio" else f" {figure.unit}"
-                out.write(f"{name} = {figure.value:.3g}{unit}  (bar {sign} {figure.bar:g}: {self.verdict(figure)})\n")
+                out.write(f"{name} = {figure.value:.3g}{unit}  ({self.bar_text(name, figure)})\n")
         if self.without_bar and any(figure.bar is not None for figure in self.figures.values()):
             out.write(f"without a bar here: {', '.join(self.without_bar)}\n")
+        self.write_end(out)
+
+    def write_figures(self, out: TextIO) -> None:
+        """A line for each figure, those without a bar too; then `write_end`."""
+        for name, figure in self.figures.items():
+            unit = "" if figure.unit == "ratio" else f" {figure.unit}"
+            said = self.bar_text(name, figure)
+            out.write(f"{name} = {figure.value:.4g}{unit}{f'  ({said})' if said else ''}\n")
+        self.write_end(out)
+
+    def write_end(self, out: TextIO) -> None:
+        """What stands below every table: how far to trust it, what is missed, and notes."""
         if self.caution:
             out.write(f"caution: {self.caution}\n")
         if self.bars_missed:

@@ -10,14 +10,11 @@ docs/metrics.md says what each metric is computed from.
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -33,6 +30,7 @@ from .cloudwatch_metrics import Datum
 from .cloudwatch_publish import EmfSink, Publisher, PutSink, aws_client
 from .cloudwatch_scrape import Endpoint
 from .output import check_targets, print_table, write_json
+from .signals import stop_on_signals
 
 __all__ = ["cloudwatch", "find_queries"]
 
@@ -88,7 +86,7 @@ def publish(
         sink = PutSink(aws_client("cloudwatch", region))
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     publisher = Publisher(endpoints, sink, gpu=gpu)
-    with _stop_on_signals() as stop:
+    with stop_on_signals() as stop:
         if not once:
             publisher.run(seconds, stop)
             return 1 if publisher.waiting else 0
@@ -132,25 +130,6 @@ def _read_token(path: str) -> str:
     if not text or len(text) > _MOST_TOKEN_BYTES or not text.isprintable() or " " in text:
         raise ConfigError(f"--token-file {path}: it holds no token of 1 to {_MOST_TOKEN_BYTES} characters")
     return text
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """Set by the first SIGTERM or SIGINT; a second one has its usual effect. The handlers of before come back."""
-    stop = threading.Event()
-
-    def ask(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        stop.set()
-
-    usual = {}
-    if threading.current_thread() is threading.main_thread():
-        usual = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
 
 
 # queries

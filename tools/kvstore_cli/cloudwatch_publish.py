@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from kvstore.errors import BackendError, ConfigError, PermanentError, TransientError
 
@@ -175,6 +174,10 @@ class EmfSink:
         return failed
 
 
+class _Stops(Protocol):
+    def wait(self, timeout: float) -> bool: ...
+
+
 class Publisher:
     """Scrapes, computes, sends.
 
@@ -247,8 +250,8 @@ class Publisher:
         if batch and self._sink is not None:
             self._waiting.extend(self._sink.send(batch))
 
-    def run(self, interval: float, stop: threading.Event) -> None:
-        """Publish every `interval` seconds until `stop` is set; then what happened since the last time."""
+    def run(self, interval: float, stop: _Stops) -> None:
+        """Publish every `interval` seconds until `stop.wait` says so; then what happened since the last time."""
         self.step()
         due = time.monotonic() + interval
         while not stop.wait(max(0.0, due - time.monotonic())):

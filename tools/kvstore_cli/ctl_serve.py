@@ -135,7 +135,7 @@ def _serve(config: str, as_json: bool, namespaces: Sequence[str], tier_worth: Se
     from kvstore.telemetry import History
 
     from .ctl import context_of
-    from .serve import _stop_on_signals
+    from .signals import stop_on_signals
 
     options, maps = load_controller(
         flags, {"namespaces": namespaces, "tier_worth": tier_worth, "contexts": contexts},
@@ -172,7 +172,7 @@ def _serve(config: str, as_json: bool, namespaces: Sequence[str], tier_worth: Se
     )  # fmt: skip
     page = routes(None, metrics, History(metrics), service=controller)
     app = build_controller_app(controller, settings=settings, metrics=metrics, page=page)
-    with _stop_on_signals() as stop, HttpServer(app, settings) as server:
+    with stop_on_signals() as stop, HttpServer(app, settings) as server:
         gc.freeze()
         line = json.dumps({"url": server.url, "pid": os.getpid()}) if as_json else f"listening on {server.url}"
         try:

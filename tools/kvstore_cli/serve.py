@@ -14,11 +14,10 @@ import json
 import logging
 import os
 import pwd
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,6 +29,7 @@ from kvstore_backends.node_server import NodeServer
 from kvstore_transport import Limits
 
 from .serve_options import NAMESPACE_OPTIONS, SERVER_OPTIONS, Settings, load_settings
+from .signals import stop_on_signals
 
 if TYPE_CHECKING:
     from .serve_http import Web
@@ -101,7 +101,7 @@ def _serve(config: str, as_json: bool, **_: object) -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     configure_logs(server["log_format"], level=server["log_level"])
     before = threading.enumerate()
-    with _stop_on_signals() as stop, contextlib.ExitStack() as undo:
+    with stop_on_signals() as stop, contextlib.ExitStack() as undo:
         web: Web | None = None
         if server["http"]:
             from .serve_http import Web, control_settings
@@ -184,48 +184,6 @@ def _uids(users: str, path: str) -> frozenset[int]:
         except (KeyError, ValueError) as error:
             raise ConfigError(f"option 'unix_users': there is no user {user[:80]!r} here") from error
     return frozenset(found)
-
-
-class _Stop:
-    """Whether a signal has asked for the end."""
-
-    def __init__(self, woken: int) -> None:
-        self._woken = woken
-        self.asked = False
-
-    def wait(self) -> None:
-        """Until one has. In the main thread."""
-        while not self.asked:
-            os.read(self._woken, 64)
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[_Stop]:
-    """The first SIGTERM or SIGINT asks for the end; a second one, of either kind, ends the process at once.
-
-    A thread that has just started another one may take a signal from the main thread before that runs again. Python's
-    handler then waits for the main thread, which hears nothing of it in a lock: it has to wait for the descriptor to
-    which Python writes at each signal, whichever thread has it."""
-    asked = (signal.SIGTERM, signal.SIGINT)
-    woken, wake = os.pipe()
-    stop = _Stop(woken)
-
-    def ask(number: int, _: object) -> None:
-        for each in asked:
-            signal.signal(each, signal.SIG_DFL)
-        stop.asked = True
-
-    os.set_blocking(wake, False)
-    before = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    usual = {number: signal.signal(number, ask) for number in asked}
-    try:
-        yield stop
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(before)
-        os.close(wake)
-        os.close(woken)
 
 
 def _announce(node: NodeServer, settings: Settings, http: str, *, as_json: bool) -> None:

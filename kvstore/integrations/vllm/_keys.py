@@ -6,17 +6,16 @@ so they are not used as names.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.keys import Key, KeyContext, MultimodalItem, chunk_hashes
+from kvstore.keys import KeyContext, MultimodalItem, chunk_hashes
 from kvstore.layout import KVLayout
 
 from ._messages import ChunkRef, Isolation
 
-__all__ = ["ContextOf", "Shard", "chunk_refs", "hashed", "keys_of", "multimodal_items", "shards_of"]
+__all__ = ["ContextOf", "Shard", "chunk_refs", "hashed", "multimodal_items", "shards_of"]
 
 ContextOf = Callable[[Isolation], KeyContext]
 
@@ -86,8 +85,3 @@ def chunk_refs(hashes: Sequence[bytes], tokens: int, chunk_size: int) -> list[Ch
         ChunkRef(digest, begin, min(chunk_size, tokens - begin))
         for digest, begin in zip(hashes, range(0, tokens, chunk_size), strict=False)
     ]
-
-
-def keys_of(context: KeyContext, hashes: Sequence[bytes]) -> list[Key]:
-    """What `kvstore.keys.chunk_keys` makes of chunks whose hashes are known: tokens are hashed once for all ranks."""
-    return [Key(hashlib.sha256(context.digest + digest).digest()) for digest in hashes]

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.completion import CancelledError, Completion
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.keys import keys_of
 
 from ._arrivals import announced_tokens, handed_over
-from ._keys import ContextOf, chunk_refs, hashed, keys_of, multimodal_items
+from ._keys import ContextOf, chunk_refs, hashed, multimodal_items
 from ._messages import Announced, ChunkRef, Isolation, Load, Save, Step
 from ._paging import blocks_covering
 
@@ -318,7 +319,7 @@ class SchedulerSide:
             state.hits = state.awaited = None  # nothing that one could wait for
         self.counters["lookups"] += 1
         try:
-            keys = [keys_of(context(state.isolation), state.hashes) for context in self._contexts]
+            keys = [keys_of(state.hashes, context=context(state.isolation)) for context in self._contexts]
             state.lookups = [self.store.submit_lookup(each) for each in keys]
         except KVStoreError as error:
             logger.warning("the store cannot be asked: %s", error)

@@ -19,13 +19,13 @@ import torch
 
 from kvstore.completion import CancelledError
 from kvstore.errors import KVStoreError
-from kvstore.keys import Key
+from kvstore.keys import Key, keys_of
 from kvstore.layout import KVLayout
 from kvstore.prefetch import Chunk, ChunkSave, LayerPlan, LayerSave, LayerWriter, LoadedLayer, Prefetcher
 from kvstore.record import RecordSpec, kv_spec
 
 from ._arrivals import Arrivals
-from ._keys import ContextOf, keys_of
+from ._keys import ContextOf
 from ._loads import Awaiting, BetweenSteps, Loading
 from ._messages import Announced, ChunkRef, Isolation, Load, Save, Step
 from ._mover import Mover, Piece, mover_for
@@ -219,7 +219,7 @@ class WorkerSide:
     # Loading.
 
     def _plan(self, isolation: Isolation, chunks: Sequence[ChunkRef], deadline: float | None) -> LayerPlan:
-        keys = keys_of(self._context(isolation), [chunk.hash for chunk in chunks])
+        keys = keys_of([chunk.hash for chunk in chunks], context=self._context(isolation))
         prefix = [Chunk(key, self._spec(chunk.tokens)) for key, chunk in zip(keys, chunks, strict=True)]
         return LayerPlan([prefix], deadline)
 
@@ -238,7 +238,7 @@ class WorkerSide:
             return Loading(load, None)
 
     def _await(self, load: Load) -> Loading:
-        keys = keys_of(self._context(load.isolation), [chunk.hash for chunk in load.chunks])
+        keys = keys_of([chunk.hash for chunk in load.chunks], context=self._context(load.isolation))
         return Awaiting(load, Arrivals(self.store, keys, patience=self._prefill_timeout))
 
     def _load_layer(self, loading: Loading, layer: int) -> None:
@@ -354,7 +354,9 @@ class WorkerSide:
         deadline = time.monotonic() + self.store.config.put_timeout + step
         for save in saves:
             hashes = [chunk.hash for chunk in save.chunks]
-            keys = keys_of(self._context(save.isolation), hashes if save.parent is None else [save.parent, *hashes])
+            keys = keys_of(
+                hashes if save.parent is None else [save.parent, *hashes], context=self._context(save.isolation)
+            )
             parents: list[Key | None] = [None, *keys[:-1]] if save.parent is None else list(keys[:-1])
             chunks = [
                 ChunkSave(key, self._spec(chunk.tokens), self._described(chunk), parent)

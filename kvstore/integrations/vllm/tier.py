@@ -24,8 +24,9 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvstore.backend import Outcome
-from kvstore.completion import CancelledError, Completion
-from kvstore.errors import KVStoreError, TransientError
+from kvstore.completion import Completion
+from kvstore.errors import KVStoreError
+from kvstore.integrations._opaque import Settler, outcomes_of
 from kvstore.integrations._weights import folder_fingerprint, model_name
 from kvstore.keys import Key, opaque_key
 from kvstore.record import opaque_spec
@@ -36,8 +37,6 @@ from ._settings import Settings, SharedStore
 __all__ = ["KVStoreTier"]
 
 logger = logging.getLogger("kvstore.integrations.vllm")
-
-_LOOK_S = 0.005  # between looks at memory that late I/O may still write to
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -75,6 +74,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._spec = opaque_spec(self._view.shape[1])
         self._identity = identity or _identity_of(offloading_spec.config, self._view.shape[1])
         self._lock = threading.Condition()
+        self._settler = Settler(logger)
         self._jobs = 0
         self._finished: list[JobResult] = []
         self._answers: dict[bytes, _Answer] = {}  # touched by the scheduler's thread; set to "not found" by others
@@ -96,7 +96,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             asked.add(raw)
             answer.users += 1
         if answer.found is None and answer.batch is not None and answer.batch.done():
-            answer.found = _outcomes(answer.batch, answer.index + 1)[answer.index].stored
+            answer.found = outcomes_of(answer.batch, answer.index + 1)[answer.index].stored
             answer.batch = None
         if answer.found is None:
             return LookupResult.RETRY
@@ -196,20 +196,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         except KVStoreError as error:
             self._end(done([Outcome.failed(error)] * count))
             return
-        completion.add_done_callback(lambda each: self._when_settled(each, lambda: done(_outcomes(each, count))))
-
-    def _when_settled(self, completion: Completion[Any], result: Callable[[], JobResult]) -> None:
-        """The memory is vLLM's again only once late I/O cannot touch it any more: at once, unless a backend hangs."""
-        if completion.settled():
-            self._end(result())
-            return
-
-        def wait() -> None:
-            while not completion.settled(_LOOK_S):
-                time.sleep(_LOOK_S)
-            self._end(result())
-
-        threading.Thread(target=wait, name="kvstore-vllm-tier", daemon=True).start()
+        # The memory is vLLM's again only once late I/O cannot touch it any more.
+        self._settler.when_settled(completion, lambda: self._end(done(outcomes_of(completion, count))))
 
     def _end(self, result: JobResult) -> None:
         with self._lock:
@@ -243,17 +231,6 @@ class _Answer:
         self.index = 0
         self.found: bool | None = None
         self.users = 0
-
-
-def _outcomes(completion: Completion[Sequence[Outcome]], count: int) -> Sequence[Outcome]:
-    error: KVStoreError
-    try:
-        return completion.result(0)
-    except KVStoreError as raised:
-        error = raised
-    except CancelledError:
-        error = TransientError("cancelled")
-    return [Outcome.failed(error)] * count
 
 
 def _identity_of(config: Any, chunk_bytes: int) -> str:
