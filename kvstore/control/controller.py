@@ -359,14 +359,18 @@ class Controller(Service):
             strangers=candidates.keys() - self._nodes.keys(),
         )  # fmt: skip
 
+    def _in_order(self) -> list[_Node]:
+        """All nodes by name: who asks twice sees one order, whoever reported first."""
+        return [self._nodes[name] for name in sorted(self._nodes)]
+
     async def addresses(self, ask: Ask) -> Sequence[Address]:
-        nodes = [*self._nodes.values()] if ask.instances is None else self._named(ask.instances)
+        nodes = self._in_order() if ask.instances is None else self._named(ask.instances)
         return [address_of(n.info.name, n.info.address, n.info.unix, n.info.http) for n in nodes]
 
     async def workers(self, ask: Ask) -> Sequence[Worker]:
         now = self._clock()
         found = []
-        for node in self._nodes.values():
+        for node in self._in_order():
             info = node.info
             seen = ask.who.only(info.namespaces)
             found.append(Worker(
@@ -379,7 +383,7 @@ class Controller(Service):
     async def health(self, ask: Ask) -> Sequence[InstanceHealth]:
         now = self._clock()
         found = []
-        for node in self._nodes.values():
+        for node in self._in_order():
             health = node.health
             if not ask.who.operator:
                 health = Health(health.ok, health.ready, health.load)
